@@ -1,0 +1,1 @@
+"""The client library: what a program that wants answers imports."""

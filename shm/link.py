@@ -1,0 +1,121 @@
+"""A link: one AF_UNIX SEQPACKET connection that carries records and descriptors, and tells when the peer is gone."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+RECORD_BYTES_MAX = 65_536  # the largest is LOAD or SIGNATURE: names and dims of up to 512 tensors
+DESCRIPTORS_MAX = 4
+LINK_SUFFIX = ".link"  # the link socket lies beside the endpoint's own
+UNIX_PATH_BYTES_MAX = 107  # sun_path less its NUL: unix(7)
+
+
+class LinkClosed(Exception):
+    """The peer is gone, or does not read; nothing more can be sent or received."""
+
+
+class Packet(NamedTuple):
+    """One record and the descriptors that came with it; the receiver owns them and must close each."""
+
+    data: bytes
+    fds: list[int]
+
+
+class Link:
+    """One end of a connection. ``send`` never blocks: a full link means that the peer is stuck.
+
+    ``receive`` waits at most ``timeout_s``. Not thread-safe.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+
+    @classmethod
+    def pair(cls) -> tuple[Link, socket.socket]:
+        """A connected pair: our link, and the socket that a child process inherits by descriptor."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(ours), theirs
+
+    @classmethod
+    def connect(cls, path: str | Path) -> Link:
+        """Connect to a listening link socket; OSError if nothing listens there."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(str(path))
+        except OSError:
+            connection.close()
+            raise
+        return cls(connection)
+
+    def fileno(self) -> int:
+        """The descriptor, for a poller."""
+        return self._socket.fileno()
+
+    def peer_uid(self) -> int:
+        """The user of the connected process as the kernel saw it at connect (SO_PEERCRED)."""
+        credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        return int.from_bytes(credentials[4:8], "little")
+
+    def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        """Send one record, with descriptors that stay ours.
+
+        Raises:
+            LinkClosed: if the peer is gone or its buffer is full; the record was not sent.
+        """
+        try:
+            if fds:
+                socket.send_fds(self._socket, [data], list(fds), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            else:
+                self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError as error:
+            raise LinkClosed(str(error)) from None
+
+    def receive_nowait(self) -> Packet | None:
+        """The next record, or None if none has come.
+
+        Raises:
+            LinkClosed: at the end of what the peer had sent before it went.
+        """
+        try:
+            data, fds, _, _ = socket.recv_fds(
+                self._socket, RECORD_BYTES_MAX, DESCRIPTORS_MAX, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise LinkClosed(str(error)) from None
+        if not data:
+            raise LinkClosed("end of file")
+        return Packet(data, fds)
+
+    def receive(self, timeout_s: float) -> Packet | None:
+        """Wait up to ``timeout_s`` (rounded up to 1 ms) for a record; None if none came."""
+        self._poll.poll(max(timeout_s, 0) * 1000)
+        return self.receive_nowait()
+
+    def close(self) -> None:
+        """Close our end; the peer sees the end of file. Closing twice is allowed."""
+        self._socket.close()
+
+
+def listen(path: str | Path) -> socket.socket:
+    """A non-blocking listening socket for links at ``path``, which must be free."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        listener.bind(str(path))
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def link_path(endpoint: str) -> Path | None:
+    """Where the link socket of an ``ipc://`` endpoint lies; None for other transports."""
+    return Path(endpoint[6:] + LINK_SUFFIX) if endpoint.startswith("ipc://") else None
