@@ -5,6 +5,7 @@ A crash of every holder leaves nothing behind, and no other process can open it 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -57,10 +58,8 @@ class Segment:
 
         A live numpy view makes ``mmap.close`` refuse (BufferError): the mapping then goes with its last view.
         """
-        try:
+        with contextlib.suppress(BufferError):
             self.map.close()
-        except BufferError:
-            pass
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -13,6 +13,7 @@ Both ends are this version of mxpool: records are decoded strictly but not versi
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgpack
@@ -39,6 +40,7 @@ ARENA_DROP = 24  # client → broker {token}
 GRAPH_WORDS = ("off", "hit", "miss")
 GRAPH_OFF, GRAPH_HIT, GRAPH_MISS = 0, 1, 2
 
+_pack: Callable[[object], bytes] = msgpack.packb
 _RUN = struct.Struct("<BQIIIIQ")
 _DONE = struct.Struct("<BQIIBBqq")
 
@@ -82,7 +84,7 @@ def encode_done(done: Done) -> bytes:
     """DONE as bytes."""
     status = 0 if done.error is None else 1
     head = _DONE.pack(DONE, done.epoch, done.slot, done.generation, status, done.graph, done.t_start_us, done.t_end_us)
-    return head if done.error is None else head + msgpack.packb(list(done.error))
+    return head if done.error is None else head + _pack(list(done.error))
 
 
 def decode_done(data: bytes) -> Done:
@@ -101,7 +103,7 @@ def decode_done(data: bytes) -> Done:
 
 def encode(kind: int, **fields: Any) -> bytes:
     """A record that is not hot: the kind byte and a MessagePack map."""
-    return bytes((kind,)) + msgpack.packb(fields)
+    return bytes((kind,)) + _pack(fields)
 
 
 def decode(data: bytes) -> tuple[int, dict[str, Any]]:

@@ -26,6 +26,7 @@ A message from the broker is a header, and for RESULT one body::
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgpack
@@ -44,7 +45,7 @@ U64_MAX = 2**64 - 1
 I64_MAX = 2**63 - 1
 ROWS_MAX = 2**31 - 1
 
-_pack = msgpack.Packer(autoreset=True).pack
+_pack: Callable[[object], bytes] = msgpack.Packer(autoreset=True).pack
 
 
 class Request(NamedTuple):
