@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from mxpool.endpoint import LINK_SUFFIX
+
 RECORD_BYTES_MAX = 65_536  # the largest is LOAD or SIGNATURE: names and dims of up to 512 tensors
 DESCRIPTORS_MAX = 4
-LINK_SUFFIX = ".link"  # the link socket lies beside the endpoint's own
-UNIX_PATH_BYTES_MAX = 107  # sun_path less its NUL: unix(7)
 
 
 class LinkClosed(Exception):

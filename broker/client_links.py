@@ -1,0 +1,125 @@
+"""Links of clients: accepted, greeted, given arenas, and noticed when they end."""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import logging
+import os
+import pwd
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from mxpool import errors, messages
+from mxpool.broker.clients import Client, ClientBook, Peer
+from mxpool.broker.loop import Loop
+from mxpool.errors import MxPoolError
+from mxpool.shm.link import Link, LinkClosed
+
+log = logging.getLogger(__name__)
+
+
+class ArenaPolicy:
+    """Which users may pass frames in memory of their own: by name, by group, and the broker's own user."""
+
+    def __init__(self, users: tuple[int, ...], groups: tuple[int, ...]) -> None:
+        self._users = {os.getuid(), *users}
+        self._groups = {os.getgid(), *groups}
+        self._known: dict[int, bool] = {}
+
+    def __call__(self, uid: int) -> bool:
+        """True if ``uid`` may."""
+        if uid not in self._known:
+            self._known[uid] = uid in self._users or bool(self._groups & self._groups_of(uid))
+        return self._known[uid]
+
+    @staticmethod
+    def _groups_of(uid: int) -> set[int]:
+        try:
+            user = pwd.getpwuid(uid)
+        except KeyError:
+            return set()
+        return {user.pw_gid, *(group.gr_gid for group in grp.getgrall() if user.pw_name in group.gr_mem)}
+
+
+class ClientLinks:
+    """Accepts links up to ``limit`` of them; ``gone`` is called with a client whose link has ended."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        book: ClientBook,
+        epoch: int,
+        policy: ArenaPolicy,
+        limit: int,
+        gone: Callable[[Client], None],
+    ) -> None:
+        self._loop = loop
+        self._book = book
+        self._epoch = epoch
+        self._policy = policy
+        self._limit = limit
+        self._gone = gone
+
+    def listen(self, listener: socket.socket) -> None:
+        """Accept what comes to ``listener``."""
+        self._loop.add(listener.fileno(), partial(self._accept, listener))
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError as error:
+            log.warning("link not accepted reason=%s", error)
+            return
+        link = Link(connection)
+        if len(self._book.peers) >= self._limit:
+            refusal = errors.Rejected(reason=f"{self._limit} clients are connected, the most that this broker takes")
+            self._refuse(link, refusal)
+            return
+        peer = Peer(link)
+        self._book.peers[peer.token] = peer
+        self._loop.add(link.fileno(), partial(self._receive, peer))
+
+    @staticmethod
+    def _refuse(link: Link, error: MxPoolError) -> None:
+        with contextlib.suppress(LinkClosed):
+            link.send(messages.encode(messages.REFUSED, **messages.error_fields(error)))
+        link.close()
+
+    def _receive(self, peer: Peer) -> None:
+        try:
+            found = self._book.receive(peer)
+            if found is not None:
+                self._record(peer, *found)
+        except LinkClosed:
+            self.end(peer)
+
+    def _record(self, peer: Peer, kind: int, fields: dict[str, Any], fds: list[int]) -> None:
+        if kind == messages.ARENA and peer.greeted:
+            try:
+                token = peer.accept_arena(fields, fds, self._policy)
+            except (MxPoolError, OSError) as error:
+                refusal = error if isinstance(error, MxPoolError) else errors.InvalidRegion(field="memfd", reason=error)
+                log.info("arena refused uid=%d reason=%s", peer.uid, refusal)
+                peer.refuse(refusal)
+                return
+            peer.link.send(messages.encode(messages.ARENA_OK, token=token, size=fields["size"]))
+            return
+        for fd in fds:
+            os.close(fd)
+        if kind == messages.HELLO and not peer.greeted:
+            peer.greet(self._epoch, self._policy(peer.uid))
+        elif kind == messages.ARENA_DROP and type(fields.get("token")) is int:
+            peer.arenas.pop(fields["token"], None)
+        else:
+            raise LinkClosed(f"record kind {kind}")
+
+    def end(self, peer: Peer) -> None:
+        """The link is over: so is its client."""
+        self._loop.remove(peer.link.fileno())
+        self._book.peers.pop(peer.token, None)
+        if peer.client is not None:
+            self._gone(peer.client)
+        peer.close()

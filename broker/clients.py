@@ -1,0 +1,177 @@
+"""Who is connected: routing ids, links, arenas. I/O on links and descriptors."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from mxpool import messages
+from mxpool.broker.outbox import Outbox
+from mxpool.broker.tickets import Ticket
+from mxpool.errors import InvalidRegion, MxPoolError, PermissionDenied
+from mxpool.shm.link import Link, LinkClosed
+
+ARENAS_MAX = 8  # of one client; a client that needs another size drops an old one first
+ARENA_BYTES_MAX = 1 << 32
+F_GET_SEALS = fcntl.F_GET_SEALS
+F_SEAL_SHRINK = fcntl.F_SEAL_SHRINK
+
+
+class Arena:
+    """A client's shrink-sealed memory, mapped read-only: reading it can neither fail nor change anything."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._map = mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ)
+        self._bytes = memoryview(self._map)
+
+    def region(self, offset: Any, size: Any) -> memoryview:
+        """The bytes ``[offset, offset + size)``.
+
+        Raises:
+            InvalidRegion: naming the field, for anything that is not inside the arena (integers of any size).
+        """
+        if type(offset) is not int or not 0 <= offset < self.size_bytes:
+            raise InvalidRegion(field="offset", reason=f"{offset!r} is not from 0 to {self.size_bytes - 1}")
+        if type(size) is not int or not 1 <= size <= self.size_bytes - offset:
+            raise InvalidRegion(field="size", reason=f"{size!r} is not from 1 to {self.size_bytes - offset}")
+        return self._bytes[offset : offset + size]
+
+
+class Client:
+    """One routing id of the ROUTER. ``tickets`` are its requests without an answer, by request id."""
+
+    __slots__ = ("gone", "identity", "outbox", "peer", "seen_us", "tickets")
+
+    def __init__(self, identity: bytes, outbox: Outbox) -> None:
+        self.identity = identity
+        self.outbox = outbox
+        self.tickets: dict[int, Ticket] = {}
+        self.peer: Peer | None = None
+        self.gone = False
+        self.seen_us = 0
+
+
+class Peer:
+    """The link of one client process. Its ``token`` proves, over ZMQ, that a routing id is the same client's."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.uid = link.peer_uid()
+        self.token = secrets.token_bytes(16)
+        self.client: Client | None = None
+        self.greeted = False
+        self.arenas: dict[int, Arena] = {}
+
+    def arena(self, reference: Any) -> memoryview:
+        """The bytes that an ``arena`` extension names. Raises InvalidRegion."""
+        if type(reference) is not list or len(reference) != 3:
+            raise InvalidRegion(field="reference", reason="it is not [token, offset, size]")
+        token, offset, size = reference
+        arena = self.arenas.get(token) if type(token) is int else None
+        if arena is None:
+            raise InvalidRegion(field="token", reason="this client has no such arena")
+        return arena.region(offset, size)
+
+    def accept_arena(self, fields: dict[str, Any], fds: list[int], allowed: Callable[[int], bool]) -> int:
+        """Map an arena that the client offers; its token.
+
+        Raises:
+            InvalidRegion, PermissionDenied: nothing is mapped. The descriptors are closed either way.
+        """
+        try:
+            if len(fds) != 1:
+                raise InvalidRegion(field="descriptor", reason=f"{len(fds)} descriptors came, 1 is needed")
+            size_bytes = self._check_arena(fds[0], fields.get("size"), allowed)
+            token = secrets.randbits(63) | 1
+            self.arenas[token] = Arena(fds[0], size_bytes)
+            return token
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _check_arena(self, fd: int, size: Any, allowed: Callable[[int], bool]) -> int:
+        if len(self.arenas) >= ARENAS_MAX:
+            raise InvalidRegion(field="count", reason=f"a client may have {ARENAS_MAX} arenas")
+        if type(size) is not int or not 1 <= size <= ARENA_BYTES_MAX:
+            raise InvalidRegion(field="size", reason=f"{size!r} is not from 1 to {ARENA_BYTES_MAX}")
+        status = os.fstat(fd)
+        if not allowed(self.uid) or status.st_uid != self.uid:
+            raise PermissionDenied(uid=self.uid, action="use an arena (arena_users, arena_groups)")
+        try:
+            seals = fcntl.fcntl(fd, F_GET_SEALS)
+        except OSError:
+            seals = 0
+        if not seals & F_SEAL_SHRINK:
+            raise InvalidRegion(field="descriptor", reason="it is not a memfd sealed against shrinking")
+        if status.st_size != size:
+            raise InvalidRegion(field="size", reason=f"{size} was said, the memfd has {status.st_size}")
+        return size
+
+    def greet(self, epoch: int, arenas: bool) -> None:
+        """Answer the client's HELLO with WELCOME. Raises LinkClosed."""
+        self.greeted = True
+        self.link.send(
+            messages.encode(
+                messages.WELCOME, epoch=epoch, token=self.token, version=messages.LINK_VERSION, arenas=arenas
+            )
+        )
+
+    def refuse(self, error: MxPoolError) -> None:
+        """Say why the last record was refused. Raises LinkClosed."""
+        self.link.send(messages.encode(messages.ARENA_REFUSED, **messages.error_fields(error)))
+
+    def close(self) -> None:
+        """Close the link: the client sees that it is dropped. Arenas are unmapped with their last reader."""
+        self.arenas.clear()
+        self.link.close()
+
+
+class ClientBook:
+    """All clients by routing id, and their links by token."""
+
+    def __init__(self, outbox_messages: int, outbox_bytes: int) -> None:
+        self._outbox = (outbox_messages, outbox_bytes)
+        self.by_identity: dict[bytes, Client] = {}
+        self.peers: dict[bytes, Peer] = {}
+
+    def __len__(self) -> int:
+        return len(self.by_identity)
+
+    def meet(self, identity: bytes) -> Client:
+        """The client of a routing id, made on its first message."""
+        client = self.by_identity[identity] = Client(identity, Outbox(*self._outbox))
+        return client
+
+    def tie(self, client: Client, token: Any) -> None:
+        """``client`` is the process at the other end of the link that got ``token``.
+
+        Raises:
+            PermissionDenied: for a token that no waiting link has.
+        """
+        peer = self.peers.get(token) if type(token) is bytes else None
+        if peer is None or peer.client is not None or client.peer is not None:
+            raise PermissionDenied(uid="?", action="say HELLO with a token that is not its own")
+        peer.client, client.peer = client, peer
+
+    def forget(self, client: Client) -> None:
+        """``client`` is gone or dropped. Its tickets and its link are the caller's to end."""
+        client.gone = True
+        self.by_identity.pop(client.identity, None)
+
+    def receive(self, peer: Peer) -> tuple[int, dict[str, Any], list[int]] | None:
+        """The next record of a client's link with its descriptors, or None; LinkClosed at its end or for nonsense."""
+        packet = peer.link.receive_nowait()
+        if packet is None:
+            return None
+        try:
+            kind, fields = messages.decode(packet.data)
+        except MxPoolError as error:
+            for fd in packet.fds:
+                os.close(fd)
+            raise LinkClosed(str(error)) from None
+        return kind, fields, packet.fds

@@ -1,0 +1,145 @@
+"""Control requests: what the broker tells about itself, and what an administrator may change."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from mxpool import __version__, errors
+from mxpool.broker.served import ServedModel
+from mxpool.broker.worker_process import WorkerProcess
+from mxpool.clock import now_us
+
+
+class Drainable(Protocol):
+    """What ``drain`` acts on."""
+
+    def drain(self, model: str) -> None:
+        """Stop taking requests for ``model``, or for all models where it is ""."""
+
+
+class Control:
+    """Answers control verbs. ``admins`` are the uids that may change something, beside root and the broker's own."""
+
+    def __init__(
+        self,
+        models: dict[str, ServedModel],
+        workers: dict[str, WorkerProcess],
+        broker: Drainable,
+        counters: Callable[[], dict[str, Any]],
+        admins: tuple[int, ...],
+    ) -> None:
+        self._models = models
+        self._workers = workers
+        self._broker = broker
+        self._counters = counters
+        self._admins = {0, os.getuid(), *admins}
+        self._verbs: dict[str, Callable[[str], dict[str, Any]]] = {
+            "live": lambda _: {"live": True},
+            "ready": self._ready,
+            "list": lambda _: {"models": sorted(self._models)},
+            "metadata": self._metadata,
+            "stats": self._stats,
+            "slots": self._slots,
+        }
+
+    def answer(self, verb: str, model: str, arguments: dict[str, Any], uid: int | None) -> dict[str, Any]:
+        """Do ``verb``; its payload.
+
+        Raises:
+            UnknownVerb, UnknownModel, PermissionDenied, ModelUnavailable: nothing was changed.
+        """
+        del arguments  # none of this release's verbs takes any; unknown ones are ignored, as extensions are
+        if verb == "drain":
+            return self._drain(model, uid)
+        found = self._verbs.get(verb)
+        if found is None:
+            raise errors.UnknownVerb(verb=verb[:64])
+        return found(model)
+
+    def _model(self, name: str) -> ServedModel:
+        model = self._models.get(name)
+        if model is None:
+            raise errors.UnknownModel(model=name)
+        return model
+
+    def _chosen(self, name: str) -> list[ServedModel]:
+        return [self._model(name)] if name else list(self._models.values())
+
+    def _ready(self, name: str) -> dict[str, Any]:
+        states = {model.name: model.state for model in self._chosen(name)}
+        return {"ready": all(state == "ready" for state in states.values()), "models": states}
+
+    def _metadata(self, name: str) -> dict[str, Any]:
+        model = self._model(name)
+        if model.signature is None:
+            raise errors.ModelUnavailable(model=name, reason=model.unavailable or "loading")
+        return {
+            "name": name,
+            "platform": model.config.backend or "onnxruntime",
+            "path": model.config.path,
+            "state": model.state,
+            "report": model.report,
+            **model.signature.to_wire(),
+        }
+
+    def _stats(self, name: str) -> dict[str, Any]:
+        return {
+            "broker": {"version": __version__, "pid": os.getpid(), **self._counters()},
+            "models": {model.name: self._model_stats(model) for model in self._chosen(name)},
+        }
+
+    def _model_stats(self, model: ServedModel) -> dict[str, Any]:
+        workers = [
+            {
+                "worker": worker.name,
+                "device": worker.device,
+                "pid": worker.pid,
+                "state": worker.state,
+                "restarts": worker.life.restarts,
+                "reason": worker.life.reason,
+                "in_flight": model.core.roster.in_flight(worker.name),
+                "batches": worker.batches,
+                "stderr": list(worker.stderr)[-5:] if worker.life.reason else [],
+            }
+            for worker in self._workers.values()
+            if worker.served is model
+        ]
+        return {
+            "state": model.state,
+            "reason": model.unavailable,
+            "queue_depth": model.core.depth,
+            "slots": len(model.core.slots),
+            "free_slots": model.core.slots.free_count,
+            "segment_bytes": model.layout.size_bytes if model.layout else 0,
+            "workers": workers,
+            **model.counters.to_wire(),
+        }
+
+    def _slots(self, name: str) -> dict[str, Any]:
+        model = self._model(name)
+        core, now = model.core, now_us()
+        holders = core.holders()
+        rows = []
+        for slot in range(len(core.slots)):
+            batch = holders.get(slot)
+            rows.append(
+                {
+                    "slot": slot,
+                    "state": core.slots.state(slot).value,
+                    "generation": core.slots.generation(slot),
+                    "requests": batch.live if batch else 0,
+                    "rows": batch.rows if batch else 0,
+                    "worker": batch.worker if batch else "",
+                    "held_us": now - batch.oldest_us if batch and batch.tickets else 0,
+                }
+            )
+        return {"slots": rows}
+
+    def _drain(self, name: str, uid: int | None) -> dict[str, Any]:
+        if uid not in self._admins:
+            raise errors.PermissionDenied(uid=uid if uid is not None else "unknown", action="drain (admin_users)")
+        for model in self._chosen(name):
+            self._broker.drain(model.name)
+        return {"draining": True}

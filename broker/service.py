@@ -1,0 +1,254 @@
+"""The broker as a whole: put together, run to its end, taken apart."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import secrets
+import signal
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import zmq
+
+from mxpool import errors, wire
+from mxpool.broker.client_links import ArenaPolicy, ClientLinks
+from mxpool.broker.clients import Client, ClientBook
+from mxpool.broker.control import Control
+from mxpool.broker.endpoints import Door, Endpoint, connections_max
+from mxpool.broker.front import Front
+from mxpool.broker.intake import Intake
+from mxpool.broker.loop import Loop
+from mxpool.broker.served import ServedModel
+from mxpool.broker.supervisor import Supervisor
+from mxpool.broker.worker_process import WorkerProcess
+from mxpool.clock import now_us
+from mxpool.config import Config
+from mxpool.errors import MxPoolError
+
+log = logging.getLogger(__name__)
+
+RECEIVE_BUDGET = 64  # messages a pass: half a millisecond in which no worker is served
+OUTBOX_RETRY_US = 5_000  # ROUTER does not tell when a slow client has room again
+FAREWELL_US = 1_000_000  # at the end, how long answers may still wait for slow clients
+
+
+class Broker:
+    """One event loop. ``run`` makes one pass after another, each in the order in which its steps are written."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.epoch = secrets.randbits(63) | 1
+        self.models: dict[str, ServedModel] = {}
+        self._started_us = now_us()
+        self._signals = 0
+        self._end_at_us: int | None = None
+        self._stopping_workers = False
+        self._beat_at_us = 0
+
+    def open(self) -> None:
+        """Bind the endpoints and make everything else; no worker is started yet.
+
+        Raises:
+            MxPoolError: an endpoint cannot be taken; nothing is left behind.
+        """
+        config = self.config.broker
+        self.loop = Loop()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._book = ClientBook(config.outbox_messages, config.outbox_bytes)
+        self.front = Front(self._context, self._book, config.max_message_bytes)
+        self.supervisor = Supervisor(self.loop)
+        workers = sum(model.worker_count for model in self.config.models.values())
+        limit = connections_max(config.max_clients, workers)
+        self._endpoints = [Endpoint(address) for address in config.endpoints]
+        self._door = Door(self.front.socket, self._endpoints, limit)
+        policy = ArenaPolicy(config.arena_users, config.arena_groups)
+        self._links = ClientLinks(self.loop, self._book, self.epoch, policy, limit, self._client_gone)
+        control = Control(self.models, self.supervisor.workers, self, self._counters, config.admin_users)
+        self.intake = Intake(self.front, self._book, self.models, control.answer)
+        self.intake.greeting = {
+            "version": wire.VERSION,
+            "epoch": self.epoch,
+            "max_message_bytes": config.max_message_bytes,
+        }
+        try:
+            for endpoint in self._endpoints:
+                endpoint.bind(self.front.socket, config.heartbeat_s)
+                if endpoint.listener is not None:
+                    self._links.listen(endpoint.listener)
+        except MxPoolError:
+            self.close()
+            raise
+        self.loop.add(self.front.fileno(), lambda: None)
+        self.loop.add(self._door.fileno(), self._door.watch)
+        for name in self.config.models:
+            self._add_model(name)
+
+    def _add_model(self, name: str) -> None:
+        model = self.config.models[name]
+        placed = [
+            (f"{name}-{device}-{number}", device) for device, count in model.workers.items() for number in range(count)
+        ]
+        names = [worker for worker, _ in placed]
+        served = ServedModel(name, model, names, self.epoch, self.front.send, self.supervisor)
+        self.models[name] = served
+        for worker, device in placed:
+            spec = model.spec(name, self.config.devices[device])
+            self.supervisor.add(WorkerProcess(worker, device, spec, served))
+
+    def run(self) -> int:
+        """Serve until a signal, drain, and return the exit code."""
+        self._catch_signals()
+        log.info("serving endpoints=%s models=%s", ",".join(e.address for e in self._endpoints), ",".join(self.models))
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 50)  # tickets die by reference count; cycles are made only by rare errors
+        more = False
+        while not self._ended(now_us()):
+            more = self._pass(more)
+        log.info("stopped")
+        return 0
+
+    def _pass(self, more: bool) -> bool:
+        """Wait, workers and links, messages, deadlines, batches, outboxes. True if messages are left."""
+        now = now_us()
+        timeout_us = 0 if more or self.front.pending() else self._due_us(now) - now
+        self.loop.wait(timeout_us / 1e6)
+        more = self.front.pending() and self.front.receive(self.intake.take, RECEIVE_BUDGET)
+        now = now_us()
+        self.supervisor.tick(now)
+        for model in self.models.values():
+            model.tick(now)
+            model.schedule(now)
+        if self.front.waiting:
+            self.front.flush()
+        for client in self.front.lost:
+            self._drop(client)
+        self.front.lost.clear()
+        self._beat(now)
+        return more
+
+    def _due_us(self, now: int) -> int:
+        times = [now + 60_000_000, self.supervisor.due_us(), self._end_at_us]
+        times.extend(model.core.due_us() for model in self.models.values())
+        if self.front.waiting:
+            times.append(now + OUTBOX_RETRY_US)
+        if any(client.peer is None and client.tickets for client in self._book.by_identity.values()):
+            times.append(self._beat_at_us)
+        return min(time for time in times if time is not None)
+
+    # Clients
+
+    def _client_gone(self, client: Client) -> None:
+        """Its queued work is freed; what runs is not answered."""
+        self._book.forget(client)
+        self.front.forget(client)
+        for ticket in list(client.tickets.values()):
+            ticket.model.cancel(ticket, None, "client_gone")
+
+    def _drop(self, client: Client) -> None:
+        if client.peer is not None:
+            self._links.end(client.peer)
+        else:
+            self._client_gone(client)
+
+    def _beat(self, now: int) -> None:
+        """Ask libzmq whether clients without a link (tcp, other libraries) are still there; forget the silent ones."""
+        if now < self._beat_at_us:
+            return
+        self._beat_at_us = now + int(self.config.broker.heartbeat_s * 1e6)
+        for client in list(self._book.by_identity.values()):
+            if client.peer is not None:
+                continue
+            if client.tickets:
+                self.front.send(client, wire.encode_reply(0, {}), None)
+            elif not client.outbox:
+                self._book.forget(client)
+
+    def _counters(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "uptime_s": (now_us() - self._started_us) / 1e6,
+            "connected_clients": self._door.connections,
+            "linked_clients": len(self._book.peers),
+            "messages_received": self.front.received,
+            "messages_sent": self.front.sent,
+            "undeliverable": self.front.undeliverable,
+            "refused": self.intake.refused,
+            "state": "draining" if self._end_at_us is not None else "serving",
+        }
+
+    # The end
+
+    def _catch_signals(self) -> None:
+        wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.loop.add(wake_fd, partial(os.eventfd_read, wake_fd))
+
+        def caught(_signal: int, _frame: FrameType | None) -> None:
+            self._signals += 1
+            os.eventfd_write(wake_fd, 1)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, caught)
+
+    def drain(self, model: str) -> None:
+        """Take no more requests for ``model``; what was accepted is answered."""
+        served = self.models[model]
+        if not served.core.draining:
+            log.info("draining model=%s queued=%d", model, served.core.depth)
+            served.core.draining = True
+
+    def _ended(self, now: int) -> bool:
+        """Drive the shutdown: drain, then stop the workers; a second signal skips the draining."""
+        if not self._signals:
+            return False
+        if self._end_at_us is None:
+            longest_ms = max(model.config.run_timeout_ms for model in self.models.values())
+            self._end_at_us = now + 2 * longest_ms * 1000 + FAREWELL_US
+            for name in self.models:
+                self.drain(name)
+        if not self._stopping_workers:
+            idle = all(model.core.idle for model in self.models.values())
+            if not idle and now < self._end_at_us and self._signals < 2:
+                return False
+            self._refuse_rest()
+            self._stopping_workers = True
+            self._end_at_us = now + FAREWELL_US
+            self.supervisor.stop(now)
+        return not self.supervisor.alive and (not self.front.waiting or now >= self._end_at_us)
+
+    def _refuse_rest(self) -> None:
+        for model in self.models.values():
+            for ticket in model.core.queued():
+                model.cancel(ticket, errors.ShuttingDown(what="the broker"), "failed")
+
+    def close(self) -> None:
+        """Take everything apart; every worker is dead."""
+        for peer in list(self._book.peers.values()):
+            peer.close()
+        for endpoint in self._endpoints:
+            endpoint.close()
+        for model in self.models.values():
+            model.close()
+        self._door.close()
+        self.front.close()
+        self._context.destroy(linger=0)
+        self.supervisor.close()
+        self.loop.close()
+
+
+def run(config: Config) -> int:
+    """Serve ``config`` until SIGTERM or SIGINT; the exit code.
+
+    Raises:
+        EndpointInUse: if an endpoint cannot be taken.
+    """
+    broker = Broker(config)
+    broker.open()
+    try:
+        return broker.run()
+    finally:
+        broker.supervisor.kill_all()
+        broker.close()

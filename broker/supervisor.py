@@ -1,0 +1,278 @@
+"""Starts workers, brings them to their slots, and takes note of their deaths."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from mxpool import errors, messages
+from mxpool.broker.loop import Loop
+from mxpool.broker.served import ServedModel
+from mxpool.broker.worker_process import WorkerProcess, describe_exit
+from mxpool.clock import now_us
+from mxpool.errors import MxPoolError
+from mxpool.shm.layout import SlotLayout
+from mxpool.shm.link import LinkClosed
+from mxpool.shm.segment import Segment
+from mxpool.tensors import Signature
+
+log = logging.getLogger(__name__)
+
+EX_CONFIG = 78  # sysexits.h; what a worker exits with when no retry as it is can help
+STOP_TIMEOUT_US = 5_000_000
+BOOTING = ("starting", "loading", "loaded", "binding")
+
+
+class Supervisor:
+    """All workers of the broker. Implements ``served.Dispatcher``."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self.workers: dict[str, WorkerProcess] = {}
+        self.stopping = False
+        self._kill_at_us: int | None = None
+        self._allocated: deque[Callable[[], None]] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        loop.add(self._wake_fd, self._on_allocated)
+
+    def add(self, worker: WorkerProcess) -> None:
+        """Supervise ``worker``, which is started at the next ``tick``."""
+        self.workers[worker.name] = worker
+        worker.life.restart_at_us = 0
+
+    # served.Dispatcher
+
+    def run(self, worker: str, job: messages.Run) -> None:
+        """Send a job."""
+        try:
+            self.workers[worker].link.send(messages.encode_run(job))
+        except LinkClosed as error:
+            self.kill(worker, f"its link failed: {error}")
+
+    def kill(self, worker: str, reason: str) -> None:
+        """End a worker; its batches are dealt with when it is reaped."""
+        found = self.workers[worker]
+        if not found.failure:
+            found.failure = reason
+            log.warning("worker killed worker=%s pid=%s reason=%s", worker, found.pid, reason)
+        found.kill()
+
+    # Time
+
+    def tick(self, now: int) -> None:
+        """Start what is due, end what has not loaded or stopped in time."""
+        for worker in self.workers.values():
+            life = worker.life
+            if worker.state == "dead":
+                if life.restart_at_us is not None and now >= life.restart_at_us and not self.stopping:
+                    self._start(worker, now)
+            elif worker.state in BOOTING and now >= self._load_deadline(worker):
+                self.kill(worker.name, f"not ready within load_timeout_ms={worker.served.config.load_timeout_ms}")
+            elif self._kill_at_us is not None and now >= self._kill_at_us:
+                self.kill(worker.name, "it did not stop in time")
+
+    @staticmethod
+    def _load_deadline(worker: WorkerProcess) -> int:
+        return worker.started_us + worker.served.config.load_timeout_ms * 1000
+
+    def due_us(self) -> int | None:
+        """When ``tick`` has something to do; None for never."""
+        times: list[int] = []
+        for worker in self.workers.values():
+            if worker.state == "dead":
+                if worker.life.restart_at_us is not None and not self.stopping:
+                    times.append(worker.life.restart_at_us)
+            elif worker.state in BOOTING and not worker.failure:
+                times.append(self._load_deadline(worker))
+            if self._kill_at_us is not None and worker.state != "dead" and not worker.failure:
+                times.append(self._kill_at_us)
+        return min(times, default=None)
+
+    def _start(self, worker: WorkerProcess, now: int) -> None:
+        first = worker.started_us == 0
+        worker.life.restart_at_us = None
+        try:
+            worker.spawn(now)
+        except (OSError, MxPoolError) as error:
+            worker.life.died(now, f"cannot be started: {error}")
+            log.warning("worker not started worker=%s reason=%s", worker.name, error)
+            self._judge(worker.served)
+            return
+        if not first:
+            worker.life.started()
+        self._loop.add(worker.link.fileno(), partial(self._on_link, worker))
+        self._loop.add(worker.pidfd, partial(self._on_exit, worker))
+        self._loop.add(worker.stderr_fd, partial(self._on_stderr, worker))
+        log.info("worker started worker=%s pid=%d device=%s", worker.name, worker.process.pid, worker.device)
+
+    # Descriptors
+
+    def _on_stderr(self, worker: WorkerProcess) -> None:
+        if not worker.read_stderr():
+            self._loop.remove(worker.stderr_fd)
+
+    def _on_link(self, worker: WorkerProcess) -> None:
+        try:
+            packet = worker.link.receive_nowait()
+            if packet is not None:
+                self._record(worker, packet.data)
+        except LinkClosed:
+            self._loop.remove(worker.link.fileno())
+            if worker.state != "stopping" and not worker.failure and not worker.cannot_boot:
+                worker.kill()  # its process is gone or useless; the pidfd tells when it is over
+        except MxPoolError as error:
+            self.kill(worker.name, str(error))
+
+    def _record(self, worker: WorkerProcess, data: bytes) -> None:
+        if data[0] == messages.DONE:
+            worker.batches += 1
+            worker.served.completed(worker.name, messages.decode_done(data), now_us())
+            return
+        kind, fields = messages.decode(data)
+        if kind == messages.HELLO:
+            worker.load()
+        elif kind == messages.SIGNATURE:
+            self._signature(worker, fields)
+        elif kind == messages.READY:
+            self._ready(worker, fields["report"])
+        elif kind == messages.LOAD_FAILED:
+            worker.failure, worker.cannot_boot = str(fields["message"]), bool(fields["cannot_boot"])
+        else:
+            raise errors.MalformedMessage(reason=f"link record kind {kind} from a worker")
+
+    def _on_exit(self, worker: WorkerProcess) -> None:
+        now = now_us()
+        for fd in (worker.pidfd, worker.link.fileno(), worker.stderr_fd):
+            self._loop.remove(fd)
+        self._drain_completions(worker)
+        started = worker.started_sequence()
+        stopping = worker.state == "stopping"
+        code = worker.bury()
+        worker.served.lost(worker.name, started, now)
+        if stopping:
+            log.info("worker stopped worker=%s", worker.name)
+            return
+        reason = worker.failure or describe_exit(code, worker.stderr)
+        worker.life.died(now, reason, worker.cannot_boot or code == EX_CONFIG)
+        log.warning("worker died worker=%s code=%d reason=%s", worker.name, code, reason)
+        self._judge(worker.served)
+
+    def _drain_completions(self, worker: WorkerProcess) -> None:
+        try:
+            while (packet := worker.link.receive_nowait()) is not None:
+                if packet.data[0] in (messages.DONE, messages.LOAD_FAILED):
+                    self._record(worker, packet.data)
+        except (LinkClosed, MxPoolError):
+            pass
+
+    def _judge(self, served: ServedModel) -> None:
+        """Refuse a model's requests once all its workers are given up."""
+        workers = [worker for worker in self.workers.values() if worker.served is served]
+        if workers and all(worker.life.given_up and worker.state == "dead" for worker in workers):
+            reason = workers[0].life.reason
+            served.refuse_all(reason)
+            log.error("model unavailable model=%s reason=%s", served.name, reason)
+
+    # From signature to ready
+
+    def _signature(self, worker: WorkerProcess, fields: dict[str, Any]) -> None:
+        served = worker.served
+        worker.state = "loaded"
+        signature = Signature.from_wire(fields["signature"])
+        if served.segment is not None and served.signature == signature:
+            worker.bind()
+        elif served.signature is None:
+            served.signature = signature
+            served.report = dict(fields.get("report", {}))
+            self._allocate(served, SlotLayout(signature, served.config.slot_count))
+        elif served.signature != signature:
+            self.kill(worker.name, "its signature differs from that of the model's other workers")
+        # else: the slots are being made; _open binds every worker that waits
+
+    def _allocate(self, served: ServedModel, layout: SlotLayout) -> None:
+        def make() -> None:
+            done: Callable[[], None]
+            try:
+                done = partial(self._open, served, layout, Segment.create(layout.size_bytes))
+            except (MxPoolError, OSError) as error:
+                done = partial(self._no_room, served, error)
+            self._allocated.append(done)
+            os.eventfd_write(self._wake_fd, 1)
+
+        threading.Thread(target=make, name=f"allocate-{served.name}", daemon=True).start()
+
+    def _on_allocated(self) -> None:
+        os.eventfd_read(self._wake_fd)
+        while self._allocated:
+            self._allocated.popleft()()
+
+    def _open(self, served: ServedModel, layout: SlotLayout, segment: Segment) -> None:
+        workers = [worker for worker in self.workers.values() if worker.served is served]
+        served.open(layout, segment, workers[0].spec.sizes)
+        log.info("slots made model=%s slots=%d bytes=%d", served.name, layout.slots, layout.size_bytes)
+        for worker in workers:
+            if worker.state == "loaded":
+                try:
+                    worker.bind()
+                except LinkClosed as error:
+                    self.kill(worker.name, f"its link failed: {error}")
+
+    def _no_room(self, served: ServedModel, error: Exception) -> None:
+        served.signature = None
+        for worker in self.workers.values():
+            if worker.served is served:
+                worker.cannot_boot = True
+                self.kill(worker.name, str(error))
+
+    def _ready(self, worker: WorkerProcess, report: dict[str, Any]) -> None:
+        served = worker.served
+        worker.state = "ready"
+        worker.life.ready()
+        served.report.update(report)
+        served.unavailable = ""
+        served.core.roster.add(worker.name, int(report.get("in_flight", 1)))
+        config = worker.spec
+        log.info(
+            "worker ready worker=%s ms=%d fixed_inputs=%d maca_graph=%d queue_shared=%d",
+            worker.name,
+            (now_us() - worker.started_us) // 1000,
+            config.fixed_input_buffers,
+            report.get("graph", "off") == "on",
+            served.config.queue == "shared",
+        )
+
+    # The end
+
+    def stop(self, now: int) -> None:
+        """Ask every worker to finish and go; those that do not within 5 s are killed."""
+        self.stopping = True
+        self._kill_at_us = now + STOP_TIMEOUT_US
+        for worker in self.workers.values():
+            if worker.state != "dead":
+                worker.state = "stopping"
+                try:
+                    worker.link.send(messages.encode(messages.STOP))
+                except LinkClosed:
+                    worker.kill()
+
+    def kill_all(self) -> None:
+        """End and reap every process that is left: the broker itself is failing, or all are stopped already."""
+        for worker in self.workers.values():
+            if worker.state != "dead":
+                worker.kill()
+                worker.bury()
+
+    @property
+    def alive(self) -> int:
+        """Processes that are not reaped."""
+        return sum(worker.state != "dead" for worker in self.workers.values())
+
+    def close(self) -> None:
+        """Let go of the eventfd; every worker is dead."""
+        self._loop.remove(self._wake_fd)
+        os.close(self._wake_fd)

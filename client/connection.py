@@ -1,0 +1,276 @@
+"""One connection to a broker: a DEALER socket and, on ipc, the link that tells at once when the broker is gone."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+import zmq
+
+from mxpool import errors, messages, wire
+from mxpool.client.results import Layouts, Outputs, split
+from mxpool.errors import BrokerLost, MalformedMessage
+from mxpool.shm.link import Link, LinkClosed, link_path
+
+CONNECT_MAX_S = 1.0  # a broker on this host welcomes within milliseconds
+TCP_HEARTBEAT_MS = 10_000
+
+_RECEIVE = int(zmq.NOBLOCK)  # plain integers: enum arithmetic costs as much as a send
+_SEND = int(zmq.NOBLOCK)
+_SEND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS = int(zmq.EVENTS)
+_READABLE = int(zmq.POLLIN)
+_MONITORED = int(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+
+HELLO_ID = 1  # the first request of every connection
+
+
+class Results(NamedTuple):
+    """Answers that came in one message: ``outputs[i]`` for the request ``ids[i]``."""
+
+    ids: list[int]
+    outputs: list[Outputs]
+
+
+class Connection:
+    """An open connection, greeted by the broker. Not thread-safe. Made by ``connect``.
+
+    Any BrokerLost that leaves it means that it is broken for good: close it and open another one. It never reconnects
+    by itself, because a new broker knows none of its requests.
+    """
+
+    def __init__(self, endpoint: str, socket: zmq.Socket[bytes], link: Link | None, wake_fd: int) -> None:
+        self.endpoint = endpoint
+        self.epoch = 0
+        self.message_bytes_max = 0
+        self.arenas = link is not None
+        self._socket = socket
+        self._link = link
+        self._monitor = socket.get_monitor_socket(_MONITORED) if link is None else None
+        self._layouts = Layouts()
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(wake_fd, zmq.POLLIN)
+        if link is not None:
+            self._poller.register(link.fileno(), zmq.POLLIN)
+            _open_links.add(link)
+        else:
+            self._poller.register(self._monitor, zmq.POLLIN)
+
+    @property
+    def absolute_deadlines(self) -> bool:
+        """True where both ends read the same clock."""
+        return self._link is not None
+
+    def lost(self, reason: str) -> BrokerLost:
+        """The error that says so."""
+        return BrokerLost(endpoint=self.endpoint, reason=reason)
+
+    def send(self, header: bytes, body: bytes | None = None) -> None:
+        """Queue one message for the I/O thread; never waits, and takes copies.
+
+        Raises:
+            BrokerLost: if there is no connection any more; nothing was queued.
+        """
+        try:
+            if body is None:
+                self._socket.send(header, _SEND)
+            else:
+                self._socket.send(header, _SEND_MORE)
+                self._socket.send(body, _SEND)
+        except zmq.ZMQError as error:
+            raise self.lost(f"nothing can be sent: {error}") from None
+
+    def await_writable(self, wait_us: int) -> None:
+        """Wait until the DEALER is connected, or ``wait_us`` have passed, or the broker is gone."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLOUT)
+        poller.register(self._monitor if self._link is None else self._link.fileno(), zmq.POLLIN)
+        poller.poll(max(wait_us, 0) // 1000)
+
+    def readable(self) -> bool:
+        """True if ``receive`` has something."""
+        events: Any = self._socket.getsockopt(_EVENTS)
+        return bool(events & _READABLE)
+
+    def wait(self, wait_us: int) -> bool:
+        """``readable``, after a wait of up to ``wait_us`` (rounded up to 1 ms), which ``wake_fd`` cuts short.
+
+        Raises:
+            BrokerLost: if the broker is gone and everything it had sent was received. Noticed only by waiting.
+        """
+        if self.readable():
+            return True
+        if wait_us <= 0:
+            return False
+        sources = [source for source, _ in self._poller.poll(-(-wait_us // 1000))]
+        if self._socket in sources:
+            return True
+        if self._monitor is not None:
+            if self._monitor in sources:
+                raise self.lost("disconnected")
+        elif self._link is not None and self._link.fileno() in sources:
+            self._read_link(self._link)
+        return False
+
+    def check(self) -> None:
+        """BrokerLost if the broker is gone; does not wait."""
+        if self._link is not None:
+            self._read_link(self._link)
+        elif self._monitor is not None and self._monitor.poll(0):
+            raise self.lost("disconnected")
+
+    def receive(self) -> Results | wire.Failure | wire.Reply:
+        """The next answer, where ``readable`` says that there is one. The arrays in it belong to the caller.
+
+        Raises:
+            BrokerLost: if the bytes are not an answer, or the connection is gone.
+        """
+        try:
+            frame = self._socket.recv(_RECEIVE, copy=False)
+            answer = wire.decode_answer(frame.bytes)
+            if not isinstance(answer, wire.Result):
+                return answer
+            if not frame.more:
+                raise MalformedMessage(reason="a RESULT without a body")
+            layout = self._layouts.of(answer.tensors)
+            # Into memory of our own: aligned, writeable, and only one copy out of libzmq's buffer.
+            body = np.empty(layout.size_bytes, np.uint8)
+            if self._socket.recv_into(body, flags=_RECEIVE) != layout.size_bytes:
+                raise MalformedMessage(reason="a body that is not as long as its tensors")
+            return Results(answer.ids, split(layout, body, answer.rows))
+        except zmq.ZMQError as error:
+            raise self.lost(f"nothing can be received: {error}") from None
+        except (MalformedMessage, errors.UnsupportedVersion) as error:
+            raise self.lost(error.message) from None
+
+    def offer_arena(self, fd: int, size_bytes: int, timeout_s: float) -> bytes:
+        """Pass an arena's descriptor, which stays ours, to the broker; returns the broker's token for it.
+
+        Raises:
+            MxPoolError: as the broker refused it, or BrokerLost.
+        """
+        if self._link is None:
+            raise errors.InvalidRegion(field="descriptor", reason="there is no link to pass it over")
+        try:
+            self._link.send(messages.encode(messages.ARENA, size=size_bytes), [fd])
+            fields = _record(self._link, timeout_s, messages.ARENA_OK, messages.ARENA_REFUSED)
+        except (LinkClosed, MalformedMessage) as error:
+            raise self.lost(str(error)) from None
+        if "code" in fields:
+            raise errors.from_wire(fields["code"], fields["message"], fields["fields"])
+        return bytes(fields["token"])
+
+    def close(self) -> None:
+        """Close everything; what was not sent is dropped. Closing twice is allowed."""
+        if self._link is not None:
+            self._link.close()
+        else:
+            self._socket.disable_monitor()
+        self._socket.close(linger=0)
+
+    def _read_link(self, link: Link) -> None:
+        try:
+            packet = link.receive_nowait()
+        except LinkClosed:
+            raise self.lost("it closed the link") from None
+        for fd in packet.fds if packet is not None else ():
+            os.close(fd)  # the broker has none to give
+
+
+def connect(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, wake_fd: int, timeout_s: float) -> Connection:
+    """Open a connection and be greeted, within ``timeout_s`` and CONNECT_MAX_S. ``wake_fd`` cuts later waits short.
+
+    Raises:
+        BrokerLost: if no broker answers there in time.
+        MxPoolError: if the broker refuses us, typed as it says. Nothing stays open in either case.
+    """
+    end_s = time.monotonic() + min(timeout_s, CONNECT_MAX_S)
+    path = link_path(endpoint)
+    link = None
+    try:
+        token = b""
+        if path is not None:
+            link = Link.connect(path)
+            token = _welcome(link, end_s - time.monotonic())
+        connection = Connection(endpoint, _dealer(context, endpoint), link, wake_fd)
+    except (OSError, LinkClosed, MalformedMessage) as error:
+        if link is not None:
+            link.close()
+        raise BrokerLost(endpoint=endpoint, reason=getattr(error, "strerror", None) or str(error)) from None
+    try:
+        _introduce(connection, token, end_s)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0  # a program that ends does not wait for a broker that is gone
+    socket.immediate = True  # nothing is queued for a peer that never was there
+    socket.sndhwm = 0  # bounded by what is in flight; a full pipe would otherwise look like a lost broker
+    socket.rcvhwm = 0  # the broker's outbox is the limit
+    socket.reconnect_ivl = -1
+    if endpoint.startswith("tcp://"):
+        socket.heartbeat_ivl = TCP_HEARTBEAT_MS
+        socket.ipv6 = "[" in endpoint
+    try:
+        socket.connect(endpoint)
+    except BaseException:
+        socket.close()
+        raise
+    return socket
+
+
+def _welcome(link: Link, timeout_s: float) -> bytes:
+    link.send(messages.encode(messages.HELLO, role="client", version=messages.LINK_VERSION, pid=os.getpid()))
+    return bytes(_record(link, timeout_s, messages.WELCOME)["token"])
+
+
+def _introduce(connection: Connection, token: bytes, end_s: float) -> None:
+    """Say HELLO and read the REPLY: the link and the DEALER are one client from now on."""
+    extensions = {"token": token} if token else {}
+    connection.await_writable(_left_us(end_s))
+    connection.send(wire.encode_request(wire.HELLO, HELLO_ID, extensions=extensions))
+    while not connection.wait(_left_us(end_s)):
+        if time.monotonic() >= end_s:
+            raise connection.lost("no answer to HELLO in time")
+    answer = connection.receive()
+    if isinstance(answer, wire.Failure):
+        raise errors.from_wire(answer.code, answer.message, answer.fields)
+    if not isinstance(answer, wire.Reply):
+        raise connection.lost("the first answer was not to HELLO")
+    connection.epoch = answer.payload["epoch"]
+    connection.message_bytes_max = answer.payload["max_message_bytes"]
+
+
+def _left_us(end_s: float) -> int:
+    return round((end_s - time.monotonic()) * 1e6)
+
+
+def _record(link: Link, timeout_s: float, *kinds: int) -> dict[str, Any]:
+    """Wait for the next record, which has to be of one of ``kinds``."""
+    packet = link.receive(timeout_s)
+    if packet is None:
+        raise LinkClosed(f"nothing on the link within {max(timeout_s, 0):.1f} s")
+    kind, fields = messages.decode(packet.data)
+    if kind not in kinds:
+        raise MalformedMessage(reason=f"link record of kind {kind}, expected {kinds}")
+    return fields
+
+
+_open_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    """In a forked child: a copy of a link that stays open would hide the parent's death from the broker."""
+    for link in list(_open_links):
+        link.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)

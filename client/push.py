@@ -1,0 +1,121 @@
+"""``Client.push``: many requests in flight, results in order, everything in the caller's thread."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from mxpool.client.backoff import pause_us
+from mxpool.client.exchange import Exchange
+from mxpool.client.pending import Piece, Ticket
+from mxpool.client.results import Outputs
+from mxpool.client.window import Window
+from mxpool.clock import now_us
+from mxpool.errors import InvalidRequest, MxPoolError
+
+LOOK_EVERY_US = 200  # a look costs about two microseconds: one percent, and answers are not left lying
+
+
+class Push:
+    """One run of ``push`` over one exchange. ``results`` is the generator; ``cancel`` ends what is still open."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        model: str,
+        frames: Iterable[Mapping[str, Any]],
+        make_pieces: Callable[[Mapping[str, Any]], list[Piece]],
+        in_flight: int,
+        timeout_us: int,
+    ) -> None:
+        self._exchange = exchange
+        self._model = model
+        self._frames = iter(frames)
+        self._make_pieces = make_pieces
+        self._in_flight = in_flight
+        self._timeout_us = timeout_us
+        self._window = Window(in_flight)
+        self._order: deque[Ticket] = deque()
+        self._more = True
+        self._refusals = 0
+
+    def results(self) -> Iterator[Outputs]:
+        """Outputs in the order of the frames; raises at the first frame that failed, with its index in ``fields``."""
+        order, window, index = self._order, self._window, 0
+        while True:
+            self._fill()
+            if not order:
+                return
+            if not order[0].done:
+                self._wait()
+            ready = 0
+            while order and order[0].done:
+                try:
+                    outputs = order.popleft().take()
+                except MxPoolError as error:
+                    error.fields["index"] = index
+                    raise
+                ready += 1
+                index += 1
+                yield outputs
+            window.answered(ready)
+
+    def cancel(self) -> None:
+        """Have the broker forget every request that is still open."""
+        for ticket in self._order:
+            self._exchange.cancel(ticket)
+        self._exchange.resend(self._model, 1)  # drops what was refused and is now cancelled
+        self._order.clear()
+
+    def _fill(self) -> None:
+        """Send while there is room, but not for longer than a look at the answers may wait."""
+        order, pending, allowed = self._order, self._exchange.pending, self._window.allowed
+        started_us = now = now_us()
+        if now < self._window.open_at_us:
+            return
+        if pending.refused:
+            self._exchange.resend(self._model, allowed)
+        while self._more and len(order) < self._in_flight and len(pending) < allowed:
+            try:
+                frame = next(self._frames)
+            except StopIteration:
+                self._more = False
+                return
+            now = now_us()
+            self._post(frame, now)
+            if now - started_us >= LOOK_EVERY_US:
+                return
+
+    def _post(self, frame: Mapping[str, Any], now: int) -> None:
+        try:
+            pieces = self._make_pieces(frame)
+        except InvalidRequest as error:
+            # Results of the frames before it come first: it takes its place in the order as a ticket that failed.
+            failed = Ticket((), now, 0, False, None)
+            failed.done, failed.error = True, error
+            self._order.append(failed)
+            self._more = False
+            return
+        ticket = self._exchange.post(self._model, pieces, now + self._timeout_us, self._timeout_us, patient=True)
+        self._order.append(ticket)
+
+    def _wait(self) -> None:
+        """Take in answers; wait for them only if nothing can be sent."""
+        exchange, window = self._exchange, self._window
+        room = len(exchange.pending) < window.allowed and len(self._order) < self._in_flight
+        held = exchange.pending.refused or (self._more and room)
+        waiting_since = len(exchange.pending.refused)
+        if held:
+            exchange.turn(window.open_at_us if window.open_at_us > now_us() else 0)
+        else:
+            exchange.turn(self._order[0].deadline_us)
+        if len(exchange.pending.refused) > waiting_since:
+            self._back_off()
+
+    def _back_off(self) -> None:
+        error = self._exchange.pending.refusal
+        pause = pause_us(error, self._refusals, random.random())
+        self._window.refused(len(self._exchange.pending), now_us(), pause)
+        self._refusals += 1

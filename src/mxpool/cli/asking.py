@@ -1,0 +1,150 @@
+"""``mxpool status``, ``models``, ``slots`` and ``drain``: one question to the broker each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from typing import Annotated, Any
+
+import typer
+
+from mxpool.cli import printing
+from mxpool.cli.exits import FAILURE, reported
+from mxpool.cli.flags import Json
+from mxpool.cli.surroundings import Surroundings, around
+from mxpool.errors import MxPoolError
+
+POLL_S = 0.1
+
+
+@reported()
+def status(
+    ctx: typer.Context,
+    wait_ready: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="First wait until every model is ready; exit 1 if not.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show the broker, its models and its workers."""
+    surroundings = around(ctx)
+    if wait_ready is not None:
+        _await_ready(surroundings, wait_ready)
+    with closing(surroundings.client()) as client:
+        answer = client.status()
+    if json:
+        printing.show_json(answer)
+        return
+    broker = answer.get("broker", {})
+    printing.show_table("broker", ("counter", "value"), ((key, _text(value)) for key, value in broker.items()))
+    printing.show_table("models", ("model", *MODEL_COLUMNS, "reason"), _model_rows(answer.get("models", {})))
+    printing.show_table("workers", ("model", *WORKER_COLUMNS), _worker_rows(answer.get("models", {})))
+
+
+MODEL_COLUMNS = ("state", "received", "ok", "rejected", "expired", "cancelled", "failed", "worker_died", "queue_depth",
+                 "batches", "batch_rows", "padding_rows", "dead_rows")  # fmt: skip
+WORKER_COLUMNS = ("worker", "device", "pid", "state", "restarts", "in_flight", "batches")
+
+
+def _text(value: Any) -> str:
+    """Pids and epochs are names, not amounts: without separators."""
+    return str(value)
+
+
+def _model_rows(models: Mapping[str, Any]) -> Iterator[list[Any]]:
+    for name, model in models.items():
+        yield [name, *(model.get(column) for column in MODEL_COLUMNS), model.get("reason") or None]
+
+
+def _worker_rows(models: Mapping[str, Any]) -> Iterator[list[Any]]:
+    for name, model in models.items():
+        for worker in model.get("workers", []):
+            texts = {**worker, "pid": _text(worker.get("pid", "-"))}
+            yield [name, *(texts.get(column) for column in WORKER_COLUMNS)]
+
+
+def _await_ready(surroundings: Surroundings, seconds: float) -> None:
+    """Ask until every model is ready; a broker that is not there yet counts as not ready."""
+    end_s = surroundings.clock() + seconds
+    while True:
+        state = _readiness(surroundings)
+        if state is None:
+            return
+        if surroundings.clock() >= end_s:
+            typer.echo(f"not ready after {seconds:g} s: {state}", err=True)
+            raise typer.Exit(FAILURE)
+        surroundings.pause(POLL_S)
+
+
+def _readiness(surroundings: Surroundings) -> str | None:
+    """None if all is ready, else what is not."""
+    try:
+        with closing(surroundings.client()) as client:
+            answer = client.control("ready")
+    except MxPoolError as error:
+        if not error.retryable:
+            raise
+        return str(error)
+    waiting = [f"{name} is {state}" for name, state in answer.get("models", {}).items() if state != "ready"]
+    return None if answer.get("ready") else ", ".join(waiting) or "no model is ready"
+
+
+@reported()
+def models(ctx: typer.Context, json: Json = False) -> None:
+    """List the models, with the tensors of those that are loaded."""
+    with closing(around(ctx).client()) as client:
+        found = {name: _described(client.metadata, name) for name in client.models()}
+    if json:
+        printing.show_json(found)
+        return
+    rows = [
+        [name, about.get("state"), about.get("max_batch_size"), _tensors(about, "inputs"), _tensors(about, "outputs")]
+        for name, about in found.items()
+    ]
+    printing.show_table("", ("model", "state", "batch", "inputs", "outputs"), rows)
+
+
+def _described(metadata: Any, name: str) -> dict[str, Any]:
+    """The metadata of a model, or why there is none yet."""
+    try:
+        return dict(metadata(name))
+    except MxPoolError as error:
+        if not error.retryable:
+            raise
+        return {"name": name, "state": error.message}
+
+
+def _tensors(about: Mapping[str, Any], side: str) -> str | None:
+    texts = [f"{name} {datatype}[{','.join(map(str, dims))}]" for name, datatype, dims in about.get(side, [])]
+    return "\n".join(texts) or None
+
+
+SLOT_COLUMNS = ("slot", "state", "generation", "requests", "rows", "worker", "held_us")
+
+
+@reported()
+def slots(
+    ctx: typer.Context, model: Annotated[str, typer.Argument(help="Name of a model.")], json: Json = False
+) -> None:
+    """Show what each slot of a model's shared memory holds."""
+    with closing(around(ctx).client()) as client:
+        answer = client.control("slots", model)
+    if json:
+        printing.show_json(answer)
+        return
+    rows = ([slot.get(column) for column in SLOT_COLUMNS] for slot in answer.get("slots", []))
+    printing.show_table(model, SLOT_COLUMNS, rows)
+
+
+@reported()
+def drain(
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(help="Name of a model; without it, the whole broker.")] = "",
+    json: Json = False,
+) -> None:
+    """Let a model, or the broker, finish what it has and take nothing more. Needs a user in admin_users."""
+    with closing(around(ctx).client()) as client:
+        answer = client.control("drain", model)
+    if json:
+        printing.show_json(answer)
+    else:
+        typer.echo(f"{model or 'the broker'} is draining")

@@ -1,0 +1,225 @@
+"""ONNX Runtime on the CPU: one session, and one binding for each slot and size that reads and writes the slot in place.
+
+The CPU provider runs on bound memory without a copy, so a batch is one call. Warm-up uses memory of its own: by the
+time that a second worker binds, slots hold other workers' batches.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mxpool.clock import now_us
+from mxpool.errors import LoadFailed, ModelInvalid, NotServable, RunFailed
+from mxpool.shm.layout import SlotViews
+from mxpool.spec import ModelSpec
+from mxpool.tensors import Signature, TensorSpec
+from mxpool.workers.backends import Loaded, Ran
+from mxpool.workers.backends.onnx_signature import Declared, Probe, Reader
+from mxpool.workers.backends.ort_session import (
+    LOG_FATAL,
+    PROVIDERS,
+    check_file,
+    import_runtime,
+    one_line,
+    open_session,
+    session_options,
+)
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class OnnxRuntimeBackend:
+    """One InferenceSession; ``start`` notes a batch and ``finish`` runs it, so one batch is in flight."""
+
+    in_flight = 1
+
+    def __init__(self) -> None:
+        self._session: Any = None
+        self._spec: ModelSpec
+        self._signature: Signature
+        self._sizes: tuple[int, ...] = ()
+        self._run_options: Any = None
+        self._bindings: dict[tuple[int, int], Any] = {}
+        self._slots: Sequence[SlotViews] = ()
+        self._started: deque[tuple[int, int]] = deque()
+
+    def load(self, spec: ModelSpec) -> Loaded:
+        """Open the file and find its signature; see Backend.
+
+        Raises:
+            LoadFailed: one of its kinds, with what is wrong by name.
+        """
+        begin_us = now_us()
+        self._spec = spec
+        if spec.graph == "require":
+            raise NotServable(path=spec.path, what="graph", name="require", reason="the CPU has no device graphs")
+        runtime = import_runtime(spec.device_kind)
+        if spec.device_kind != "cpu":
+            reason = f"the {spec.device_kind} backend comes in a later release"
+            raise NotServable(path=spec.path, what="device", name=spec.device_kind, reason=reason)
+        check_file(spec.path)
+        self._session = open_session(runtime, spec, session_options(runtime, spec))
+        self._run_options = runtime.RunOptions()
+        self._run_options.log_severity_level = LOG_FATAL  # a failed batch is answered and counted, not logged as well
+        self._signature, probed = self._read_signature()
+        report = {
+            "backend": "onnxruntime",
+            "runtime": f"onnxruntime {runtime.__version__}",
+            "provider": PROVIDERS[spec.device_kind][0],
+            "threads": spec.threads,
+            "sizes": list(self._sizes),
+            "probed": probed,
+            "load_us": now_us() - begin_us,
+        }
+        return Loaded(self._signature, report)
+
+    def _read_signature(self) -> tuple[Signature, bool]:
+        spec, session = self._spec, self._session
+        inputs = [Declared(node.name, node.type, tuple(node.shape)) for node in session.get_inputs()]
+        outputs = [Declared(node.name, node.type, tuple(node.shape)) for node in session.get_outputs()]
+        reader = Reader(spec.path, spec.max_batch_size)
+        reader.check_names(inputs, outputs)
+        input_specs = reader.inputs(inputs, spec.dims)
+        only_size = reader.only_size(inputs)
+        self._sizes = spec.sizes if only_size is None else (only_size,)
+        declared = reader.declared_outputs(inputs, outputs)
+        known = tuple(output for output in declared if output is not None)
+        if len(known) == len(declared):
+            return Signature(input_specs, known, spec.max_batch_size), False
+        probes = self._probe(Signature(input_specs, (), spec.max_batch_size))
+        return Signature(input_specs, reader.probed_outputs(outputs, probes), spec.max_batch_size), True
+
+    def _probe(self, signature: Signature) -> list[Probe]:
+        """Shapes at the two smallest sizes, each with three kinds of values; a kind that the model refuses is left out.
+
+        Small batches tell as much as a full one, in a fraction of its time; warm-up then holds every size to it.
+        """
+        probes: list[Probe] = []
+        refusal = ""
+        for rows in self._sizes[:2]:
+            for fill in (_zeros, _ones, _alternating):
+                feeds = {spec.name: fill(signature.shape(spec, rows), spec) for spec in signature.inputs}
+                try:
+                    outputs = self._session.run(None, feeds, self._run_options)
+                except Exception as error:  # noqa: BLE001 - the runtime's errors share no base but Exception
+                    refusal = one_line(error)
+                    continue
+                probes.append(Probe(rows, tuple(np.shape(output) for output in outputs)))
+        if not probes:
+            raise ModelInvalid(path=self._spec.path, reason=f"it fails on zeros and on ones: {refusal}")
+        return probes
+
+    def bind(self, slots: Sequence[SlotViews], sizes: Sequence[int]) -> dict[str, Any]:
+        """Bind every slot at every size in place, and run each size once beside the slots; see Backend.
+
+        Raises:
+            LoadFailed: if a size cannot be run, or the runtime would not write to the slots.
+        """
+        if not set(sizes) <= set(self._sizes):
+            reason = f"the file allows {', '.join(map(str, self._sizes))}"
+            raise NotServable(path=self._spec.path, what="batch sizes", name=str(list(sizes)), reason=reason)
+        self._slots = slots
+        warm_up_us = {size: self._warm_up(size) for size in sizes}
+        if self._spec.fixed_input_buffers:
+            for slot, views in enumerate(slots):
+                for size in sizes:
+                    self._bindings[slot, size] = self._bound(
+                        self._rows(views.inputs, size), self._rows(views.outputs, size)
+                    )
+        return {"warm_up_us": [[size, took] for size, took in warm_up_us.items()], "bindings": len(self._bindings)}
+
+    def _rows(self, arrays: Arrays, size: int) -> Arrays:
+        return {name: array[:size] for name, array in arrays.items()} if self._signature.batched else arrays
+
+    def _warm_up(self, size: int) -> int:
+        """Run ``size`` rows in memory of our own and check that the outputs lie where they were bound; returns us."""
+        signature = self._signature
+        inputs = {spec.name: _ones(signature.shape(spec, size), spec) for spec in signature.inputs}
+        outputs = {spec.name: _zeros(signature.shape(spec, size), spec) for spec in signature.outputs}
+        binding = self._bound(inputs, outputs)
+        begin_us = now_us()
+        try:
+            self._session.run_with_iobinding(binding, self._run_options)
+        except Exception as error:  # noqa: BLE001 - the runtime's errors share no base but Exception
+            raise LoadFailed(model=self._spec.name, reason=f"warm-up at {size} rows: {one_line(error)}") from None
+        took_us = now_us() - begin_us
+        self._check_in_place(binding, outputs)
+        return took_us
+
+    def _bound(self, inputs: Arrays, outputs: Arrays) -> Any:
+        """A binding to exactly these arrays. It holds addresses only: the arrays must outlive it."""
+        binding = self._session.io_binding()
+        for name, array in inputs.items():
+            binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        for name, array in outputs.items():
+            binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        self._check_in_place(binding, outputs)
+        return binding
+
+    def _check_in_place(self, binding: Any, outputs: Arrays) -> None:
+        for value, (name, array) in zip(binding.get_outputs(), outputs.items(), strict=True):
+            if array.size and value.data_ptr() != array.ctypes.data:
+                reason = "the runtime does not write it to the memory that it is given"
+                raise NotServable(path=self._spec.path, what="output", name=name, reason=reason)
+
+    def start(self, slot: int, size: int) -> None:
+        """Note the batch; ``finish`` runs it."""
+        self._started.append((slot, size))
+
+    def done(self) -> bool:
+        """False: the work is done in ``finish``."""
+        return False
+
+    def finish(self) -> Ran:
+        """Run the batch in the caller's thread; see Backend.
+
+        Raises:
+            RunFailed: with the runtime's message. The slot's outputs are undefined, the session can go on.
+        """
+        slot, size = self._started.popleft()
+        binding = self._bindings[slot, size] if self._spec.fixed_input_buffers else None
+        begin_us = now_us()
+        try:
+            if binding is not None:
+                self._session.run_with_iobinding(binding, self._run_options)
+            else:
+                self._run_on_copies(self._slots[slot], size)
+        except Exception as error:  # noqa: BLE001 - the runtime's errors share no base but Exception
+            raise RunFailed(model=self._spec.name, reason=one_line(error)) from None
+        return Ran(begin_us, now_us())
+
+    def _run_on_copies(self, views: SlotViews, size: int) -> None:
+        """The way back: arrays made anew for this batch, results copied into the slot."""
+        feeds = {name: np.array(rows) for name, rows in self._rows(views.inputs, size).items()}
+        outputs = self._rows(views.outputs, size)
+        for (name, rows), result in zip(
+            outputs.items(), self._session.run(None, feeds, self._run_options), strict=True
+        ):
+            if result.shape != rows.shape:
+                raise ValueError(f"output {name!r} has the shape {result.shape}, expected {rows.shape}")
+            rows[...] = result
+
+    def unload(self) -> None:
+        """Let go of the bindings, then of the views, then of the session."""
+        self._bindings.clear()
+        self._slots = ()
+        self._session = None
+        gc.collect()  # NodeArg objects in cycles can keep the runtime's session alive
+
+
+def _zeros(shape: tuple[int, ...], spec: TensorSpec) -> npt.NDArray[Any]:
+    return np.zeros(shape, spec.dtype)
+
+
+def _ones(shape: tuple[int, ...], spec: TensorSpec) -> npt.NDArray[Any]:
+    return np.ones(shape, spec.dtype)
+
+
+def _alternating(shape: tuple[int, ...], spec: TensorSpec) -> npt.NDArray[Any]:
+    return (np.arange(int(np.prod(shape))) % 2).astype(spec.dtype).reshape(shape)

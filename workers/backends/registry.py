@@ -1,0 +1,63 @@
+"""Backends by name: those built in, and those of installed packages (entry point group ``mxpool.backends``)."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from mxpool.errors import LoadFailed, ModelInvalid, NotServable
+from mxpool.spec import ModelSpec
+from mxpool.workers.backends import Backend
+
+GROUP = "mxpool.backends"
+BUILT_IN = {
+    "onnxruntime": "mxpool.workers.backends.onnxruntime:OnnxRuntimeBackend",
+    "echo": "mxpool.workers.backends.echo:EchoBackend",
+}
+SUFFIXES = {".onnx": "onnxruntime", ".plan": "tensorrt", ".engine": "tensorrt"}
+
+
+def backend_name(spec: ModelSpec) -> str:
+    """The backend that ``spec`` names, or else the one for its file's suffix.
+
+    Raises:
+        ModelInvalid: if the suffix belongs to none.
+    """
+    suffix = Path(spec.path).suffix.lower()
+    found = spec.backend or SUFFIXES.get(suffix)
+    if not found:
+        reason = f"the suffix {suffix!r} belongs to no backend (known: {', '.join(SUFFIXES)}); set backend"
+        raise ModelInvalid(path=spec.path, reason=reason)
+    return found
+
+
+def create(spec: ModelSpec) -> Backend:
+    """The backend for ``spec``, not loaded yet; only its own module is imported.
+
+    Raises:
+        LoadFailed: if there is no backend of that name, or its module cannot be imported.
+    """
+    name = backend_name(spec)
+    if name == "tensorrt":
+        reason = "the tensorrt backend is not in this release"
+        raise NotServable(path=spec.path, what="backend", name=name, reason=reason)
+    if name in BUILT_IN:
+        module, _, attribute = BUILT_IN[name].partition(":")
+        factory: Any = getattr(importlib.import_module(module), attribute)
+    else:
+        factory = _installed(name, spec)
+    backend: Backend = factory()
+    return backend
+
+
+def _installed(name: str, spec: ModelSpec) -> Any:
+    found = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in found:
+        known = ", ".join(sorted({*BUILT_IN, *found}))
+        raise LoadFailed(model=spec.name, reason=f"there is no backend {name!r} (known: {known})")
+    try:
+        return found[name].load()
+    except (ImportError, AttributeError) as error:
+        raise LoadFailed(model=spec.name, reason=f"backend {name!r} cannot be imported: {error}") from None

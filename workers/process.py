@@ -1,0 +1,145 @@
+"""The life of a worker process, from its inherited link to its exit code.
+
+::
+
+    worker → HELLO     broker → LOAD     worker → SIGNATURE     broker → BIND     worker → READY     RUN … DONE …
+                                 └──────── LOAD_FAILED, exit 78 or 70 ───────┘
+
+STOP or the end of the link is an exit with 0 at any point.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import MutableMapping
+from typing import Any
+
+from mxpool import messages
+from mxpool.clock import now_us
+from mxpool.errors import LoadFailed, MalformedMessage, ModelInvalid, NotServable, ProviderUnavailable
+from mxpool.shm.layout import SlotLayout
+from mxpool.shm.link import Link, LinkClosed, Packet
+from mxpool.shm.segment import Segment
+from mxpool.spec import ModelSpec
+from mxpool.tensors import Signature
+from mxpool.workers.backends import Backend
+from mxpool.workers.backends.registry import create
+from mxpool.workers.loop import IDLE_WAIT_S, Bound, serve
+
+log = logging.getLogger(__name__)
+
+EXIT_STOPPED = 0
+EXIT_SICK = 70  # EX_SOFTWARE of sysexits.h: start another one, with back-off
+EXIT_CANNOT_BOOT = 78  # EX_CONFIG: the same file and config will fail again
+_CANNOT_BOOT = (ModelInvalid, NotServable, ProviderUnavailable)
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "MACA_VISIBLE_DEVICES")
+
+
+class _Stopped(Exception):
+    """STOP came where the next step was due."""
+
+
+def run_worker(link: Link, environment: MutableMapping[str, str]) -> int:
+    """Serve one model over ``link`` until told to stop, and return the process's exit code.
+
+    ``environment`` is the process's own: the device is set there before the first import of a runtime.
+    """
+    try:
+        return _run_worker(link, environment)
+    except (LinkClosed, _Stopped):
+        return EXIT_STOPPED
+    except Exception:
+        log.exception("worker is sick")
+        return EXIT_SICK
+
+
+def _run_worker(link: Link, environment: MutableMapping[str, str]) -> int:
+    link.send(messages.encode(messages.HELLO, role="worker", version=messages.LINK_VERSION, pid=os.getpid()))
+    fields, fd = _expect(link, messages.LOAD)
+    status = Segment(fd, os.fstat(fd).st_size)
+    spec = ModelSpec.from_wire(fields["spec"])
+    log.info("worker loads worker=%s model=%s path=%s", fields["worker"], spec.name, spec.path)
+    try:
+        backend, bound = _prepare(link, spec, environment)
+    except LoadFailed as error:
+        return _give_up(link, error)
+    log.info("worker is ready worker=%s model=%s", fields["worker"], spec.name)
+    serve(link, backend, bound, memoryview(status.map).cast("B").cast("Q"))
+    backend.unload()
+    return EXIT_STOPPED
+
+
+def _prepare(link: Link, spec: ModelSpec, environment: MutableMapping[str, str]) -> tuple[Backend, Bound]:
+    """Load, tell the signature, bind the slots that the broker then made; every failure is a LoadFailed."""
+    try:
+        set_device(spec, environment)
+        backend = create(spec)
+        loaded = backend.load(spec)
+        report = {"backend": spec.backend, **loaded.report}
+        link.send(messages.encode(messages.SIGNATURE, signature=loaded.signature.to_wire(), report=report))
+        fields, fd = _expect(link, messages.BIND)
+        bound = Bound(fields["slots"], tuple(fields["sizes"]))
+        begin_us = now_us()
+        report = _bind(backend, loaded.signature, bound, fd)
+        link.send(messages.encode(messages.READY, report={**report, "bind_us": now_us() - begin_us, "in_flight": backend.in_flight}))
+    except (LoadFailed, LinkClosed, _Stopped):
+        raise
+    except Exception as error:
+        log.exception("worker cannot load model=%s", spec.name)
+        raise LoadFailed(model=spec.name, reason=f"{type(error).__name__}: {error}") from None
+    return backend, bound
+
+
+def _bind(backend: Backend, signature: Signature, bound: Bound, fd: int) -> dict[str, Any]:
+    layout = SlotLayout(signature, bound.slots)
+    segment = Segment(fd, layout.size_bytes)
+    return backend.bind([layout.views(segment.map, slot) for slot in range(bound.slots)], tuple(bound.sizes))
+
+
+def _give_up(link: Link, error: LoadFailed) -> int:
+    cannot_boot = isinstance(error, _CANNOT_BOOT)
+    record = messages.encode(messages.LOAD_FAILED, **messages.error_fields(error), cannot_boot=cannot_boot)
+    log.error("worker cannot load: %s", error.message)
+    with contextlib.suppress(LinkClosed):
+        link.send(record)
+    return EXIT_CANNOT_BOOT if cannot_boot else EXIT_SICK
+
+
+def _expect(link: Link, kind: int) -> tuple[dict[str, Any], int]:
+    """Wait for a record of ``kind`` and its descriptor, which the caller then owns."""
+    packet: Packet | None = None
+    while packet is None:
+        packet = link.receive(IDLE_WAIT_S)
+    found, fields = messages.decode(packet.data)
+    if found == messages.STOP:
+        raise _Stopped
+    if found != kind or len(packet.fds) != 1:
+        raise MalformedMessage(
+            reason=f"record of kind {found} with {len(packet.fds)} descriptors, expected kind {kind}"
+        )
+    return fields, packet.fds[0]
+
+
+def set_device(spec: ModelSpec, environment: MutableMapping[str, str]) -> None:
+    """Show the runtimes one device, or none to a CPU worker; call it before any of them is imported.
+
+    Where the service itself sees only some devices, ``device_index`` counts among those.
+
+    Raises:
+        ProviderUnavailable: if the service may not see that device.
+    """
+    for variable in _VISIBLE:
+        visible = environment.get(variable, "")
+        listed = [device.strip() for device in visible.split(",") if device.strip()]
+        if spec.device_kind == "cpu":
+            environment[variable] = ""
+        elif not listed:
+            environment[variable] = str(spec.device_index)
+        elif spec.device_index < len(listed):
+            environment[variable] = listed[spec.device_index]
+        else:
+            device = f"{spec.device_kind} device {spec.device_index}"
+            reason = f"{variable}={visible} hides it"
+            raise ProviderUnavailable(provider=device, actual=f"{len(listed)} devices", reason=reason, package="none")
