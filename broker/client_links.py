@@ -22,9 +22,13 @@ log = logging.getLogger(__name__)
 
 
 class ArenaPolicy:
-    """Which users may pass frames in memory of their own: by name, by group, and the broker's own user."""
+    """Which users may pass frames in memory of their own: by name, by group, and the broker's own user.
 
-    def __init__(self, users: tuple[int, ...], groups: tuple[int, ...]) -> None:
+    With ``arenas`` false, nobody may.
+    """
+
+    def __init__(self, arenas: bool, users: tuple[int, ...], groups: tuple[int, ...]) -> None:
+        self._arenas = arenas
         self._users = {os.getuid(), *users}
         self._groups = {os.getgid(), *groups}
         self._known: dict[int, bool] = {}
@@ -33,7 +37,7 @@ class ArenaPolicy:
         """True if ``uid`` may."""
         if uid not in self._known:
             self._known[uid] = uid in self._users or bool(self._groups & self._groups_of(uid))
-        return self._known[uid]
+        return self._arenas and self._known[uid]
 
     @staticmethod
     def _groups_of(uid: int) -> set[int]:

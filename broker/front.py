@@ -16,6 +16,10 @@ RCVHWM = 1000
 HANDSHAKE_MS = 2_000  # a peer that connects and does not speak ZMTP is cut off
 BACKLOG = 4096
 
+NOWAIT = int(zmq.NOBLOCK)  # plain integers: enum arithmetic costs as much as a send
+NOWAIT_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+READABLE = int(zmq.POLLIN)
+
 Handle = Callable[[Client, zmq.Frame, "zmq.Frame | None", int], None]
 
 
@@ -42,7 +46,7 @@ class Front:
 
     def pending(self) -> bool:
         """True if a message can be received now (and the descriptor may not say so any more)."""
-        return bool(int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN)
+        return bool(int(self.socket.get(zmq.EVENTS)) & READABLE)
 
     def receive(self, handle: Handle, budget: int) -> bool:
         """Hand over up to ``budget`` messages; False once none is left.
@@ -52,17 +56,16 @@ class Front:
         """
         recv, book = self.socket.recv, self._book
         clients = book.by_identity
-        nowait = zmq.NOBLOCK
         for _ in range(budget):
             try:
-                identity = recv(nowait)
+                identity = recv(NOWAIT)
             except zmq.Again:
                 return False
-            header = recv(nowait, copy=False)
+            header = recv(NOWAIT, copy=False)
             body = None
             frames = 1
             if header.more:
-                body = recv(nowait, copy=False)
+                body = recv(NOWAIT, copy=False)
                 frames = 2
                 if body.more:
                     frames += self._drain()
@@ -73,7 +76,7 @@ class Front:
     def _drain(self) -> int:
         count = 0
         while True:
-            frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+            frame = self.socket.recv(NOWAIT, copy=False)
             count += 1
             if not frame.more:
                 return count
@@ -96,7 +99,7 @@ class Front:
     def _try(self, client: Client, header: bytes, body: bytes | None) -> bool:
         send = self.socket.send
         try:
-            send(client.identity, zmq.SNDMORE | zmq.NOBLOCK)
+            send(client.identity, NOWAIT_MORE)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -105,10 +108,10 @@ class Front:
             self._lose(client)
             return False
         if body is None:
-            send(header, zmq.NOBLOCK)
+            send(header, NOWAIT)
         else:
-            send(header, zmq.SNDMORE | zmq.NOBLOCK)
-            send(body, zmq.NOBLOCK)
+            send(header, NOWAIT_MORE)
+            send(body, NOWAIT)
         self.sent += 1
         return True
 

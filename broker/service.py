@@ -64,7 +64,7 @@ class Broker:
         limit = connections_max(config.max_clients, workers)
         self._endpoints = [Endpoint(address) for address in config.endpoints]
         self._door = Door(self.front.socket, self._endpoints, limit)
-        policy = ArenaPolicy(config.arena_users, config.arena_groups)
+        policy = ArenaPolicy(config.arenas, config.arena_users, config.arena_groups)
         self._links = ClientLinks(self.loop, self._book, self.epoch, policy, limit, self._client_gone)
         control = Control(self.models, self.supervisor.workers, self, self._counters, config.admin_users)
         self.intake = Intake(self.front, self._book, self.models, control.answer)
@@ -83,6 +83,7 @@ class Broker:
             raise
         self.loop.add(self.front.fileno(), lambda: None)
         self.loop.add(self._door.fileno(), self._door.watch)
+        self._door.watch()  # a ZMQ descriptor tells of changes since the last look, so there must be a first one
         for name in self.config.models:
             self._add_model(name)
 

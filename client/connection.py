@@ -17,6 +17,7 @@ from mxpool.shm.link import Link, LinkClosed, link_path
 
 CONNECT_MAX_S = 1.0  # a broker on this host welcomes within milliseconds
 TCP_HEARTBEAT_MS = 10_000
+WAIT_MAX_US = 3_600_000_000  # poll(2) takes an int of milliseconds
 
 _RECEIVE = int(zmq.NOBLOCK)  # plain integers: enum arithmetic costs as much as a send
 _SEND = int(zmq.NOBLOCK)
@@ -97,7 +98,7 @@ class Connection:
         return bool(events & _READABLE)
 
     def wait(self, wait_us: int) -> bool:
-        """``readable``, after a wait of up to ``wait_us`` (rounded up to 1 ms), which ``wake_fd`` cuts short.
+        """``readable``, after a wait of up to ``wait_us`` (rounded up to 1 ms), which ``wake_fd`` may cut short.
 
         Raises:
             BrokerLost: if the broker is gone and everything it had sent was received. Noticed only by waiting.
@@ -106,7 +107,7 @@ class Connection:
             return True
         if wait_us <= 0:
             return False
-        sources = [source for source, _ in self._poller.poll(-(-wait_us // 1000))]
+        sources = [source for source, _ in self._poller.poll(-(-min(wait_us, WAIT_MAX_US) // 1000))]
         if self._socket in sources:
             return True
         if self._monitor is not None:
@@ -139,7 +140,7 @@ class Connection:
             layout = self._layouts.of(answer.tensors)
             # Into memory of our own: aligned, writeable, and only one copy out of libzmq's buffer.
             body = np.empty(layout.size_bytes, np.uint8)
-            if self._socket.recv_into(body, flags=_RECEIVE) != layout.size_bytes:
+            if self._socket.recv_into(body.data, flags=_RECEIVE) != layout.size_bytes:
                 raise MalformedMessage(reason="a body that is not as long as its tensors")
             return Results(answer.ids, split(layout, body, answer.rows))
         except zmq.ZMQError as error:
@@ -197,7 +198,7 @@ def connect(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, wake_fd: int
             link = Link.connect(path)
             token = _welcome(link, end_s - time.monotonic())
         connection = Connection(endpoint, _dealer(context, endpoint), link, wake_fd)
-    except (OSError, LinkClosed, MalformedMessage) as error:
+    except (OSError, zmq.ZMQError, LinkClosed, MalformedMessage) as error:
         if link is not None:
             link.close()
         raise BrokerLost(endpoint=endpoint, reason=getattr(error, "strerror", None) or str(error)) from None

@@ -13,10 +13,11 @@ from mxpool.client.arrays import Array, RequestForm, joined
 from mxpool.client.connection import HELLO_ID, Connection, Results
 from mxpool.client.pending import Pending, Piece, Ticket
 from mxpool.clock import now_us
-from mxpool.errors import BrokerLost, MxPoolError
+from mxpool.errors import BrokerLost, ClientUnusable, MxPoolError
 
 ANSWERS_A_TURN = 64  # then the caller may send again: the broker is not to run dry while we read
 ARENA_WAIT_S = 1.0
+CLOSED = "the client is closed"
 
 _log = logging.getLogger(__name__)
 
@@ -25,17 +26,21 @@ class Exchange:
     """Open requests of one thread on one connection. Not thread-safe.
 
     A lost broker is never raised here: it finishes every open ticket with BrokerLost, and ``broken`` stays true.
+    Another thread may set ``closing`` and then write to the connection's wake descriptor: the next turn ends everything.
     """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.pending = Pending(first_id=HELLO_ID + 1)
         self.broken = False
+        self.closing = False
         self._arena: Arena | None = None
         self._arena_wanted = connection.arenas
 
-    def pieces(self, form: RequestForm, arrays: Mapping[str, Any]) -> list[Piece]:
-        """Check ``arrays`` and copy them, large ones into the arena; they may be changed once this returns.
+    def pieces(self, form: RequestForm, arrays: Mapping[str, Any], *, in_arena: bool = True) -> list[Piece]:
+        """Check ``arrays`` and copy them; they may be changed once this returns.
+
+        Large ones go into the arena unless told otherwise: the pieces can then be posted by another exchange.
 
         Raises:
             InvalidRequest: as ``RequestForm.check`` does; nothing is kept.
@@ -43,7 +48,7 @@ class Exchange:
         rows, checked = form.check(arrays)
         if rows * form.row_bytes < ARENA_MIN_BYTES and rows <= form.rows_max:
             return [Piece(rows, form.describe(rows), joined(checked))]
-        return [self._piece(form, count, part) for count, part in form.split(rows, checked)]
+        return [self._piece(form, count, part, in_arena) for count, part in form.split(rows, checked)]
 
     def post(
         self,
@@ -86,9 +91,7 @@ class Exchange:
         ticket = self.pending.open([piece], deadline_us, timeout_us)
         request_id = self.pending.issue(piece)
         extensions = {"verb": verb, **arguments}
-        header = wire.encode_request(
-            wire.CONTROL, request_id, model, self._on_wire(deadline_us), extensions=extensions
-        )
+        header = wire.encode_request(wire.CONTROL, request_id, model, self._on_wire(deadline_us), extensions=extensions)
         try:
             self.connection.send(header)
         except BrokerLost as error:
@@ -101,7 +104,8 @@ class Exchange:
 
     def turn(self, until_us: int = 0) -> None:
         """Take in what has come, or wait for it up to ``until_us`` or the next deadline; then expire what is due."""
-        if self.broken:
+        if self.broken or self.closing:
+            self._lose(ClientUnusable(CLOSED) if self.closing else self.connection.lost("the connection is broken"))
             return
         due_us = self.pending.next_deadline_us()
         if due_us is not None and due_us < until_us:
@@ -118,6 +122,17 @@ class Exchange:
         if due_us is not None:
             self._send_cancels(self.pending.expire(now_us()))
 
+    def complete(self, ticket: Ticket) -> Any:
+        """Take turns until ``ticket`` is done; its outputs, or raises its error."""
+        while not ticket.done:
+            self.turn(ticket.deadline_us)
+        return ticket.take()
+
+    def rest(self, until_us: int) -> None:
+        """Take turns until ``until_us``, or until the connection ends."""
+        while not self.broken and now_us() < until_us:
+            self.turn(until_us)
+
     def check(self) -> None:
         """Become ``broken`` if the broker is gone; does not wait."""
         try:
@@ -126,16 +141,16 @@ class Exchange:
             self._lose(error)
 
     def close(self) -> None:
-        """Close the connection and the arena; open tickets are finished with BrokerLost."""
-        self._lose(self.connection.lost("the client closed the connection"))
+        """Close the connection and the arena; open tickets are finished with ClientUnusable."""
+        self._lose(ClientUnusable(CLOSED))
         self.connection.close()
         if self._arena is not None:
             self._arena.close()
             self._arena = None
 
-    def _piece(self, form: RequestForm, rows: int, arrays: list[Array]) -> Piece:
+    def _piece(self, form: RequestForm, rows: int, arrays: list[Array], in_arena: bool) -> Piece:
         size_bytes = rows * form.row_bytes
-        if size_bytes >= ARENA_MIN_BYTES and self._arena_wanted:
+        if in_arena and self._arena_wanted and size_bytes >= ARENA_MIN_BYTES:
             arena = self._arena or self._new_arena()
             offset = arena.place(arrays, size_bytes) if arena is not None else None
             if offset is not None:
@@ -205,6 +220,6 @@ class Exchange:
             self._arena.give(piece.region[0])
             piece.region = None
 
-    def _lose(self, error: BrokerLost) -> None:
+    def _lose(self, error: MxPoolError) -> None:
         self.broken = True
         self.pending.abandon_all(error)

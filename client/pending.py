@@ -74,6 +74,7 @@ class Pending:
         self.late = 0
         self.finished: list[Ticket] = []
         self.refused: deque[Piece] = deque()
+        self.refusal: QueueFull | None = None  # the latest
         self._next_id = first_id
         self._pieces: dict[int, Piece] = {}
         self._leaving: dict[int, Piece] = {}
@@ -122,7 +123,7 @@ class Pending:
         return due[0].deadline_us if due else None
 
     def answer(self, request_id: int, outputs: Any) -> Piece | None:
-        """A result for ``request_id``; returns the piece that the broker is done with now, None if the id is unknown."""
+        """A result for ``request_id``; the piece that the broker is done with now, or None for an unknown id."""
         piece = self._pieces.pop(request_id, None)
         if piece is None:
             return self._late(request_id)
@@ -146,6 +147,7 @@ class Pending:
             return self._late(request_id), []
         if piece.ticket.patient and isinstance(error, QueueFull):
             self.refused.append(piece)
+            self.refusal = error
             return None, []
         return piece, self.abandon(piece.ticket, error)
 
@@ -173,9 +175,9 @@ class Pending:
         return ids
 
     def abandon_all(self, error: MxPoolError) -> None:
-        """Finish every open ticket with ``error``: the connection is gone, and no answer will come."""
+        """Finish every open ticket with an error like ``error``: no answer will come any more."""
         for ticket in [*self._due, *(entry[2] for entry in self._due_early)]:
-            self.abandon(ticket, error)
+            self.abandon(ticket, type(error)(error.message, **error.fields))  # each caller raises an error of its own
         self._leaving.clear()
         self.refused.clear()
 

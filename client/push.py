@@ -60,7 +60,9 @@ class Push:
                 ready += 1
                 index += 1
                 yield outputs
-            window.answered(ready)
+            if ready:
+                window.answered(ready)
+                self._refusals = 0
 
     def cancel(self) -> None:
         """Have the broker forget every request that is still open."""
@@ -102,20 +104,17 @@ class Push:
         self._order.append(ticket)
 
     def _wait(self) -> None:
-        """Take in answers; wait for them only if nothing can be sent."""
-        exchange, window = self._exchange, self._window
-        room = len(exchange.pending) < window.allowed and len(self._order) < self._in_flight
-        held = exchange.pending.refused or (self._more and room)
-        waiting_since = len(exchange.pending.refused)
-        if held:
-            exchange.turn(window.open_at_us if window.open_at_us > now_us() else 0)
-        else:
+        """Take in answers; wait for them only while nothing can be sent."""
+        exchange, pending, window = self._exchange, self._exchange.pending, self._window
+        refused = len(pending.refused)
+        may_send = len(pending) < window.allowed and (
+            refused > 0 or (self._more and len(self._order) < self._in_flight)
+        )
+        if not may_send:
             exchange.turn(self._order[0].deadline_us)
-        if len(exchange.pending.refused) > waiting_since:
-            self._back_off()
-
-    def _back_off(self) -> None:
-        error = self._exchange.pending.refusal
-        pause = pause_us(error, self._refusals, random.random())
-        self._window.refused(len(self._exchange.pending), now_us(), pause)
-        self._refusals += 1
+        else:
+            exchange.turn(window.open_at_us if window.open_at_us > now_us() else 0)
+        if len(pending.refused) > refused and pending.refusal is not None:
+            pause = pause_us(pending.refusal, self._refusals, random.random())
+            window.refused(len(pending), now_us(), pause)
+            self._refusals += 1

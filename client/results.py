@@ -82,9 +82,7 @@ def split(layout: Layout, body: npt.NDArray[np.uint8], rows: list[int]) -> list[
     return [{name: array[a:b] for name, array in whole} for a, b in zip(starts, ends, strict=True)]
 
 
-def _view(
-    body: npt.NDArray[np.uint8], dtype: np.dtype[Any], shape: tuple[int, ...], offset: int
-) -> npt.NDArray[Any]:
+def _view(body: npt.NDArray[np.uint8], dtype: np.dtype[Any], shape: tuple[int, ...], offset: int) -> npt.NDArray[Any]:
     view: npt.NDArray[Any] = np.ndarray(shape, dtype, body.data, offset)
     return view if view.flags.aligned else view.copy()  # tensors are joined without gaps, whatever their item sizes
 

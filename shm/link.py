@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,10 @@ from mxpool.endpoint import LINK_SUFFIX
 
 RECORD_BYTES_MAX = 65_536  # the largest is LOAD or SIGNATURE: names and dims of up to 512 tensors
 DESCRIPTORS_MAX = 4
+
+
+_RIGHTS_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * 4)
+_RECEIVE = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 
 
 class LinkClosed(Exception):
@@ -23,6 +28,14 @@ class Packet(NamedTuple):
 
     data: bytes
     fds: list[int]
+
+
+def _descriptors(rights: list[tuple[int, int, bytes]]) -> list[int]:
+    found = array("i")
+    for level, kind, content in rights:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(content[: len(content) - len(content) % found.itemsize])
+    return list(found)
 
 
 class Link:
@@ -68,11 +81,9 @@ class Link:
         Raises:
             LinkClosed: if the peer is gone or its buffer is full; the record was not sent.
         """
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
         try:
-            if fds:
-                socket.send_fds(self._socket, [data], list(fds), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-            else:
-                self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self._socket.sendmsg([data], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError as error:
             raise LinkClosed(str(error)) from None
 
@@ -83,16 +94,15 @@ class Link:
             LinkClosed: at the end of what the peer had sent before it went.
         """
         try:
-            data, fds, _, _ = socket.recv_fds(
-                self._socket, RECORD_BYTES_MAX, DESCRIPTORS_MAX, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-            )
+            # Not socket.recv_fds: it drops its flags (bpo-46390) and would block.
+            data, rights, _, _ = self._socket.recvmsg(RECORD_BYTES_MAX, _RIGHTS_BYTES, _RECEIVE)
         except BlockingIOError:
             return None
         except OSError as error:
             raise LinkClosed(str(error)) from None
         if not data:
             raise LinkClosed("end of file")
-        return Packet(data, fds)
+        return Packet(data, _descriptors(rights) if rights else [])
 
     def receive(self, timeout_s: float) -> Packet | None:
         """Wait up to ``timeout_s`` (rounded up to 1 ms) for a record; None if none came."""

@@ -32,12 +32,12 @@ I64_MAX = 2**63 - 1
 
 
 def _number(default: Any, low: int, high: int, text: str, unit: str = "", shown: str = "") -> Any:
-    extra = {"unit": unit, "allowed": f"{low:_} to {high:_}", "default": shown}
+    extra = {"unit": unit, "allowed": f"{low:_} to {high:_}", "default": shown, "reloadable": False}
     return Field(default, ge=low, le=high, description=text, json_schema_extra=dict(extra))
 
 
 def _choice(default: Any, allowed: str, text: str, shown: str = "", **limits: Any) -> Any:
-    extra = {"unit": "", "allowed": allowed, "default": shown}
+    extra = {"unit": "", "allowed": allowed, "default": shown, "reloadable": False}
     if callable(default):
         return Field(default_factory=default, description=text, json_schema_extra=dict(extra), **limits)
     return Field(default, description=text, json_schema_extra=dict(extra), **limits)
@@ -89,6 +89,9 @@ class BrokerConfig(_Frozen):
         "Where clients connect. The link socket of an ipc endpoint lies beside it, with the suffix .link.",
         "see MX_BROKER_ENDPOINT",
         alias="endpoint",
+    )
+    arenas: bool = _choice(
+        True, "true, false", "Whether clients on ipc may pass large frames in memory of their own."
     )
     arena_users: Users = _choice(
         tuple,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -19,8 +18,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def _serve(config: Config) -> int:
-    run = importlib.import_module("mxpool.broker.service").run
-    return cast("int", run(config))
+    from mxpool.broker.service import run  # noqa: PLC0415 - a bad config is told before the broker is imported
+
+    return run(config)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from mxpool.cli.images import IMAGE_SUFFIXES, ImageReader
 from mxpool.cli.surroundings import Arrays
 
 ARRAY_SUFFIXES = (".npy", ".npz")
+_ZIP = b"PK\x03\x04"
 
 
 class Frame(NamedTuple):
@@ -68,11 +69,12 @@ def load_arrays(path: Path, input_name: str) -> Arrays:
         BadSource: if it cannot be read, is not numpy's, or holds objects.
     """
     try:
-        loaded: Any = np.load(path, mmap_mode="r", allow_pickle=False)
-        if not isinstance(loaded, np.lib.npyio.NpzFile):
-            return {input_name: loaded}
-        with loaded:
-            return {name: loaded[name] for name in loaded.files}
+        with path.open("rb") as file:  # np.load would leave a broken archive open
+            if file.read(len(_ZIP)) != _ZIP:
+                return {input_name: np.lib.format.open_memmap(path, mode="r")}
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as archive:
+                return {name: archive[name] for name in archive.files}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise BadSource(f"{path}: not a file of plain numpy arrays: {error}") from None
 
@@ -99,10 +101,13 @@ def requests(rows: Iterable[Frame], rows_per_request: int) -> Iterator[Request]:
     """Frames joined to requests of ``rows_per_request`` rows; fewer at the end, and where names or shapes change."""
     group: list[Frame] = []
     for frame in rows:
-        if group and (len(group) == rows_per_request or _kinds(frame) != _kinds(group[0])):
+        if group and _kinds(frame) != _kinds(group[0]):
             yield _join(group)
             group = []
         group.append(frame)
+        if len(group) == rows_per_request:
+            yield _join(group)
+            group = []
     if group:
         yield _join(group)
 

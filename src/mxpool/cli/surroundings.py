@@ -22,7 +22,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 class Calls(Protocol):
     """The part of ``mxpool.Client`` that the commands call."""
 
-    def infer(self, model: str, inputs: Mapping[str, npt.NDArray[Any]], *, timeout_s: float) -> Arrays:
+    def infer(self, model: str, arrays: Mapping[str, npt.NDArray[Any]], *, timeout_s: float) -> Arrays:
         """One request and its answer."""
 
     def push(
