@@ -31,6 +31,11 @@ class Lane:
         self.ready: deque[Batch] = deque()
         self.backlog: OrderedDict[Ticket, None] = OrderedDict()
 
+    @property
+    def empty(self) -> bool:
+        """True if nothing waits here."""
+        return not (self.open or self.closed or self.ready or self.backlog)
+
     def add(self, ticket: Ticket, now_us: int) -> bool:
         """Give ``ticket`` its rows in the open slot; False if it went to the backlog instead."""
         ticket.lane = self

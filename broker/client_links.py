@@ -104,10 +104,9 @@ class ClientLinks:
         if kind == messages.ARENA and peer.greeted:
             try:
                 token = peer.accept_arena(fields, fds, self._policy)
-            except (MxPoolError, OSError) as error:
-                refusal = error if isinstance(error, MxPoolError) else errors.InvalidRegion(field="memfd", reason=error)
-                log.info("arena refused uid=%d reason=%s", peer.uid, refusal)
-                peer.refuse(refusal)
+            except MxPoolError as error:
+                log.info("arena refused uid=%d reason=%s", peer.uid, error)
+                peer.refuse(error)
                 return
             peer.link.send(messages.encode(messages.ARENA_OK, token=token, size=fields["size"]))
             return

@@ -90,6 +90,8 @@ class Peer:
             token = secrets.randbits(63) | 1
             self.arenas[token] = Arena(fds[0], size_bytes)
             return token
+        except OSError as error:  # a descriptor without read access, or too many mappings
+            raise InvalidRegion(field="descriptor", reason=f"it cannot be mapped: {error.strerror}") from None
         finally:
             for fd in fds:
                 os.close(fd)
@@ -161,7 +163,8 @@ class ClientBook:
     def forget(self, client: Client) -> None:
         """``client`` is gone or dropped. Its tickets and its link are the caller's to end."""
         client.gone = True
-        self.by_identity.pop(client.identity, None)
+        if self.by_identity.get(client.identity) is client:
+            del self.by_identity[client.identity]
 
     def receive(self, peer: Peer) -> tuple[int, dict[str, Any], list[int]] | None:
         """The next record of a client's link with its descriptors, or None; LinkClosed at its end or for nonsense."""

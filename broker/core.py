@@ -3,7 +3,7 @@
 The shell (``served``) calls in this order, and copies bytes where it is told to::
 
     submit ─▶ refill ─▶ [close_due ─▶ publish ─▶ assign]* ─▶ … complete ─▶ release
-                                  worker_lost ─▶ retries ─▶ reaped
+                                  worker_lost ─▶ reaped ─▶ retries ─▶ refill …
 
 A ticket is answered exactly once: by ``complete`` (its batch ran), by ``drop`` (expired, cancelled, client gone), or
 because ``worker_lost`` returned it. ``live`` turns false at that moment and everything later passes over it.
@@ -37,15 +37,6 @@ class Limits:
     run_timeout_us: int
 
 
-@dataclass(slots=True)
-class _Quarantine:
-    """A slot of a lost worker, in which ``copies`` requests still lie; ``reaped``: nobody can write to it."""
-
-    worker: str
-    copies: int
-    reaped: bool = False
-
-
 class ModelCore:
     """All state of one model. ``workers`` are the names that may ever sit in the roster.
 
@@ -63,8 +54,8 @@ class ModelCore:
         self.queued_rows = 0
         self.mean_run_us = 1000.0
         self._workers = workers
-        self._retries: deque[tuple[Ticket, int, int]] = deque()
-        self._quarantined: dict[int, _Quarantine] = {}
+        self._retries: deque[Ticket] = deque()  # each with its body: it must not need its old slot to get a new one
+        self._quarantined: dict[int, tuple[str, list[Ticket]]] = {}  # slot: its lost worker, requests to retry
         self.open_slots(0, 1, 0, (1,))
 
     def open_slots(self, slots: int, max_rows: int, row_bytes: int, sizes: tuple[int, ...]) -> None:
@@ -80,6 +71,11 @@ class ModelCore:
     def idle(self) -> bool:
         """True if no accepted request is without an answer."""
         return self.depth == 0 and not any(seat.running for seat in self.roster.seats())
+
+    @property
+    def waiting(self) -> bool:
+        """True if anything waits for a slot, a close or a worker."""
+        return self.depth > 0 or bool(self._retries)
 
     # Requests
 
@@ -146,6 +142,10 @@ class ModelCore:
 
     def refill(self, now_us: int) -> list[Ticket]:
         """Give free slots to what waits for one; the tickets whose bodies must be copied now."""
+        if self.limits.per_worker and len(self.roster):
+            for name, lane in self._lanes.items():
+                if name not in self.roster and not lane.empty:
+                    self._lane().take_over(lane, now_us)
         return [ticket for lane in self._lanes.values() if lane.backlog for ticket in lane.refill(now_us)]
 
     def close_due(self, now_us: int) -> list[Batch]:
@@ -204,11 +204,11 @@ class ModelCore:
 
     # Workers
 
-    def worker_lost(self, worker: str, started: int, now_us: int) -> list[Ticket]:
+    def worker_lost(self, worker: str, started: int) -> list[Ticket]:
         """``worker`` is dead and ``started`` was the last sequence it began; its completions were drained before.
 
         Batches it had not begun become ready again. The requests of those it was running are retried, each alone
-        (``retries``); the ones returned had their second death and must be answered.
+        (``reaped``, ``retries``); the ones returned had their second death and must be answered.
         """
         seat = self.roster.remove(worker)
         failed: list[Ticket] = []
@@ -217,8 +217,6 @@ class ModelCore:
                 self._return(batch)
             else:
                 failed.extend(self._quarantine(batch))
-        if self.limits.per_worker and len(self.roster):
-            self._lane().take_over(self._lanes[worker], now_us)
         return failed
 
     def _return(self, batch: Batch) -> None:
@@ -232,8 +230,9 @@ class ModelCore:
 
     def _quarantine(self, batch: Batch) -> list[Ticket]:
         self.slots.apply(batch.slot, SlotEvent.WORKER_LOST)
-        quarantine = self._quarantined[batch.slot] = _Quarantine(batch.worker, 0)
-        failed = []
+        failed: list[Ticket] = []
+        again: list[Ticket] = []
+        self._quarantined[batch.slot] = (batch.worker, again)
         for ticket in batch.tickets:
             if not ticket.live:
                 continue
@@ -243,43 +242,40 @@ class ModelCore:
                 ticket.live = False
                 failed.append(ticket)
                 continue
-            quarantine.copies += 1
-            self._retries.append((ticket, batch.slot, ticket.row))
+            again.append(ticket)
             self._leave_queue(-ticket.rows, -1)
         return failed
 
-    def retries(self, now_us: int) -> Iterator[tuple[Ticket, int, int]]:
-        """Requests to run again, each alone in a fresh slot: the ticket, and the slot and row to copy its rows from.
+    def reaped(self, worker: str) -> list[tuple[Ticket, int]]:
+        """No process of ``worker``'s incarnation can write to its slots any more, and they are free.
 
-        The copy must be made before the next one is taken: then the old slot may be given away.
+        The requests to retry, each with its old slot: take their bodies out (at ``ticket.row``) before any other call.
         """
+        saved: list[tuple[Ticket, int]] = []
+        for slot, (lost, tickets) in list(self._quarantined.items()):
+            if lost == worker:
+                del self._quarantined[slot]
+                self.slots.apply(slot, SlotEvent.REAPED)
+                saved.extend((ticket, slot) for ticket in tickets if ticket.live)
+        self._retries.extend(ticket for ticket, _ in saved)
+        return saved
+
+    def retries(self, now_us: int) -> list[Ticket]:
+        """Give free slots to requests that run again, each alone; the tickets whose bodies must be copied now."""
+        placed: list[Ticket] = []
         while self._retries:
-            ticket, slot, row = self._retries[0]
+            ticket = self._retries[0]
             if ticket.live:
-                fresh = self.slots.claim()
-                if fresh is None:
-                    return
-                batch = Batch(fresh, ticket.lane)
+                slot = self.slots.claim()
+                if slot is None:
+                    break
+                batch = Batch(slot, ticket.lane)
                 batch.add(ticket)
                 batch.close, batch.closed_us = "retry", now_us
                 ticket.lane.closed.append(batch)
-                yield ticket, slot, row
+                placed.append(ticket)
             self._retries.popleft()
-            self._quarantined[slot].copies -= 1
-            self._settle(slot)
-
-    def reaped(self, worker: str) -> None:
-        """No process of ``worker``'s incarnation can write to its slots any more."""
-        for slot, quarantine in list(self._quarantined.items()):
-            if quarantine.worker == worker:
-                quarantine.reaped = True
-                self._settle(slot)
-
-    def _settle(self, slot: int) -> None:
-        quarantine = self._quarantined[slot]
-        if quarantine.reaped and not quarantine.copies:
-            del self._quarantined[slot]
-            self.slots.apply(slot, SlotEvent.REAPED)
+        return placed
 
     # Time
 
@@ -294,7 +290,7 @@ class ModelCore:
 
     def queued(self) -> list[Ticket]:
         """Live tickets that no worker has."""
-        found = [ticket for ticket, _, _ in self._retries]
+        found = [*self._retries, *(ticket for _, tickets in self._quarantined.values() for ticket in tickets)]
         for lane in self._lanes.values():
             found.extend(lane.backlog)
             for batch in (lane.open, *lane.closed, *lane.ready):

@@ -33,7 +33,7 @@ class Lifecycle:
         self.reason = reason
         if cannot_boot:
             self.given_up, self.restart_at_us = True, None
-        elif len(self._deaths) >= DEATHS_MAX:
+        elif self.given_up or len(self._deaths) >= DEATHS_MAX:
             self.given_up, self.restart_at_us = True, now_us + SLOW_RETRY_US
         else:
             self.restart_at_us = now_us + BACKOFF_US[len(self._deaths) - 1]

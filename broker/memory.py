@@ -39,14 +39,9 @@ class SlotMemory:
             memory[start : start + size] = body[position : position + size]
             position += size
 
-    def copy(self, slot: int, row: int, ticket: Ticket) -> None:
-        """Copy a request's rows from ``row`` of ``slot`` to where ``ticket`` now has its place."""
-        memory = self._bytes
-        parts = [
-            memory[offset + row * row_bytes : offset + (row + ticket.rows) * row_bytes]
-            for offset, row_bytes in self._inputs[slot]
-        ]
-        self.place(ticket, b"".join(parts))
+    def body(self, slot: int, row: int, rows: int) -> bytes:
+        """The inputs of ``rows`` rows from ``row`` on, as ``place`` got them: a copy."""
+        return self._joined(self._inputs[slot], row, rows)
 
     def pad(self, slot: int, rows: int, size: int) -> None:
         """Fill rows ``rows`` to ``size``: zeros below the dirty mark, or the last row again and again."""
@@ -63,12 +58,12 @@ class SlotMemory:
 
     def answer(self, slot: int, row: int, rows: int) -> bytes:
         """The outputs of ``rows`` rows from ``row`` on, joined in the signature's order: a copy."""
+        return self._joined(self._outputs[slot], row, rows)
+
+    def _joined(self, tensors: list[tuple[int, int]], row: int, rows: int) -> bytes:
         memory = self._bytes
         return b"".join(
-            [
-                memory[offset + row * row_bytes : offset + (row + rows) * row_bytes]
-                for offset, row_bytes in self._outputs[slot]
-            ]
+            [memory[offset + row * row_bytes : offset + (row + rows) * row_bytes] for offset, row_bytes in tensors]
         )
 
     def release(self) -> None:

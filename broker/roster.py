@@ -17,16 +17,17 @@ class Seat:
     running: deque[Batch] = field(default_factory=deque)
     busy_since_us: int = 0
     draining: bool = False
+    overdue: bool = False
 
     @property
     def idle(self) -> bool:
         """It has nothing to do and may be given work."""
-        return not self.running and not self.draining
+        return not self.running and not self.draining and not self.overdue
 
     @property
     def room(self) -> bool:
         """It could hold one more batch."""
-        return len(self.running) < self.in_flight and not self.draining
+        return len(self.running) < self.in_flight and not self.draining and not self.overdue
 
 
 class Roster:
@@ -103,16 +104,28 @@ class Roster:
 
     def any_idle(self, among: str | None = None) -> bool:
         """True if a worker has nothing to do."""
-        return any(seat.idle for seat in self._seats.values() if among is None or seat.worker == among)
+        for seat in self._seats.values():  # a plain loop: this runs in every pass of the broker
+            if not seat.running and not seat.draining and (among is None or seat.worker == among):
+                return True
+        return False
 
     def any_room(self, among: str | None = None) -> bool:
         """True if a worker could take one more batch."""
-        return any(seat.room for seat in self._seats.values() if among is None or seat.worker == among)
+        for seat in self._seats.values():
+            if seat.room and (among is None or seat.worker == among):
+                return True
+        return False
 
     def overdue(self, now_us: int, run_timeout_us: int) -> list[str]:
-        """Workers whose oldest batch has run longer than ``run_timeout_us``."""
-        return [s.worker for s in self._seats.values() if s.running and now_us - s.busy_since_us >= run_timeout_us]
+        """Workers whose oldest batch has run longer than ``run_timeout_us``, each told once; they get no more work."""
+        found = [s for s in self._timed() if now_us - s.busy_since_us >= run_timeout_us]
+        for seat in found:
+            seat.overdue = True
+        return [seat.worker for seat in found]
 
     def overdue_us(self, run_timeout_us: int) -> int | None:
-        """When the next worker becomes overdue; None if none is running."""
-        return min((s.busy_since_us + run_timeout_us for s in self._seats.values() if s.running), default=None)
+        """When the next worker becomes overdue; None if none can."""
+        return min((s.busy_since_us + run_timeout_us for s in self._timed()), default=None)
+
+    def _timed(self) -> list[Seat]:
+        return [seat for seat in self._seats.values() if seat.running and not seat.overdue]

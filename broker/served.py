@@ -143,11 +143,9 @@ class ServedModel:
     def schedule(self, now: int) -> None:
         """Give slots to what waits for one, close what is due, and hand batches to workers until nothing moves."""
         core, memory = self.core, self._memory
-        if memory is None:
+        if memory is None or not core.waiting:
             return
-        for ticket, slot, row in core.retries(now):
-            memory.copy(slot, row, ticket)
-        for ticket in core.refill(now):
+        for ticket in (*core.retries(now), *core.refill(now)):
             memory.place(ticket, ticket.body)
             ticket.body = None
         while True:
@@ -230,11 +228,13 @@ class ServedModel:
         self.counters.batch(record, batch.rows)
         log.debug("batch %s", record)
 
-    def lost(self, worker: str, started: int, now: int) -> None:
+    def lost(self, worker: str, started: int) -> None:
         """``worker`` is dead and reaped, its completions were drained, and it had started sequence ``started``."""
-        for ticket in self.core.worker_lost(worker, started, now):
+        for ticket in self.core.worker_lost(worker, started):
             self._end(ticket, errors.WorkerDied(worker=worker, model=self.name), "worker_died")
-        self.core.reaped(worker)
+        for ticket, slot in self.core.reaped(worker):
+            assert self._memory is not None
+            ticket.body = self._memory.body(slot, ticket.row, ticket.rows)
 
     def close(self) -> None:
         """Let go of the slots. No worker of the model is left."""

@@ -47,6 +47,9 @@ class Broker:
         self._end_at_us: int | None = None
         self._stopping_workers = False
         self._beat_at_us = 0
+        self._timer_us = 0
+        self._more = False
+        self._front_stirred = False
 
     def open(self) -> None:
         """Bind the endpoints and make everything else; no worker is started yet.
@@ -81,7 +84,7 @@ class Broker:
         except MxPoolError:
             self.close()
             raise
-        self.loop.add(self.front.fileno(), lambda: None)
+        self.loop.add(self.front.fileno(), self._on_front)
         self.loop.add(self._door.fileno(), self._door.watch)
         self._door.watch()  # a ZMQ descriptor tells of changes since the last look, so there must be a first one
         for name in self.config.models:
@@ -106,46 +109,48 @@ class Broker:
         gc.collect()
         gc.freeze()
         gc.set_threshold(50_000, 20, 50)  # tickets die by reference count; cycles are made only by rare errors
-        more = False
         while not self._ended(now_us()):
-            more = self._pass(more)
+            self._pass()
         log.info("stopped")
         return 0
 
-    def _pass(self, more: bool) -> bool:
-        """Wait, workers and links, messages, deadlines, batches, outboxes. True if messages are left."""
+    def _pass(self) -> None:
+        """Wait; workers and links; messages; deadlines and deaths; batches; outboxes; clients."""
+        front = self.front
+        readable = self._more or front.pending()
+        self.loop.wait(0 if readable else (self._due_us() - now_us()) / 1e6)
+        if readable or self._front_stirred:
+            self._front_stirred = False
+            self._more = front.receive(self.intake.take, RECEIVE_BUDGET)
         now = now_us()
-        timeout_us = 0 if more or self.front.pending() else self._due_us(now) - now
-        self.loop.wait(timeout_us / 1e6)
-        more = self.front.pending() and self.front.receive(self.intake.take, RECEIVE_BUDGET)
-        now = now_us()
-        self.supervisor.tick(now)
+        if now >= self._timer_us:
+            self.supervisor.tick(now)
+            for model in self.models.values():
+                model.tick(now)
+            self._beat(now)
         for model in self.models.values():
-            model.tick(now)
             model.schedule(now)
-        if self.front.waiting:
-            self.front.flush()
-        for client in self.front.lost:
-            self._drop(client)
-        self.front.lost.clear()
-        self._beat(now)
-        return more
+        if front.waiting:
+            front.flush()
+        while front.lost:
+            self._drop(front.lost.pop())
 
-    def _due_us(self, now: int) -> int:
-        times = [now + 60_000_000, self.supervisor.due_us(), self._end_at_us]
+    def _on_front(self) -> None:
+        self._front_stirred = True
+
+    def _due_us(self) -> int:
+        """When to wake although nothing happens; what is due then is done in the pass after."""
+        times = [self._beat_at_us, self.supervisor.due_us(), self._end_at_us]
         times.extend(model.core.due_us() for model in self.models.values())
-        if self.front.waiting:
-            times.append(now + OUTBOX_RETRY_US)
-        if any(client.peer is None and client.tickets for client in self._book.by_identity.values()):
-            times.append(self._beat_at_us)
-        return min(time for time in times if time is not None)
+        self._timer_us = min(time for time in times if time is not None)
+        return min(self._timer_us, now_us() + OUTBOX_RETRY_US) if self.front.waiting else self._timer_us
 
     # Clients
 
     def _client_gone(self, client: Client) -> None:
         """Its queued work is freed; what runs is not answered."""
+        self.front.forget(client)  # first: it counts the answers that nobody will read, unless the client is gone
         self._book.forget(client)
-        self.front.forget(client)
         for ticket in list(client.tickets.values()):
             ticket.model.cancel(ticket, None, "client_gone")
 

@@ -153,7 +153,7 @@ class Supervisor:
         started = worker.started_sequence()
         stopping = worker.state == "stopping"
         code = worker.bury()
-        worker.served.lost(worker.name, started, now)
+        worker.served.lost(worker.name, started)
         if stopping:
             log.info("worker stopped worker=%s", worker.name)
             return

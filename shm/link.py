@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 from array import array
@@ -101,6 +102,8 @@ class Link:
         except OSError as error:
             raise LinkClosed(str(error)) from None
         if not data:
+            for fd in _descriptors(rights):  # an empty record is no record, even if a peer sends descriptors with it
+                os.close(fd)
             raise LinkClosed("end of file")
         return Packet(data, _descriptors(rights) if rights else [])
 

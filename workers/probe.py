@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from mxpool.workers.backends import Loaded
 
 STATUS_BYTES = 4096
 STDERR_BYTES = 4096  # of the end of what a dead child wrote
-EXIT_WAIT_S = 1.0  # a worker whose link has ended is gone within this
+EXIT_WAIT_S = 1.0  # between the end of a dying child's link and the end of the child
 
 
 def probe(spec: ModelSpec, timeout_s: float) -> Loaded:
@@ -40,7 +41,7 @@ def probe(spec: ModelSpec, timeout_s: float) -> Loaded:
             raise LoadFailed(model=spec.name, reason=_death(child, stderr)) from None
         finally:
             link.close()
-            _reap(child)
+            _end(child)
 
 
 def _spawn(link_fd: int, stderr: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -91,7 +92,9 @@ def _load_failed(spec: ModelSpec, error: MxPoolError) -> LoadFailed:
 
 def _death(child: subprocess.Popen[bytes], stderr: IO[bytes]) -> str:
     """How the child ended, with the last line that it wrote: a runtime that aborts often says why."""
-    code = _reap(child)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(EXIT_WAIT_S)
+    code = _end(child)
     stderr.seek(max(stderr.seek(0, os.SEEK_END) - STDERR_BYTES, 0))
     lines = stderr.read().decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
@@ -99,10 +102,7 @@ def _death(child: subprocess.Popen[bytes], stderr: IO[bytes]) -> str:
     return f"the process that loaded it ended with {end}: {last}"
 
 
-def _reap(child: subprocess.Popen[bytes]) -> int:
-    """Wait for a child whose link has ended; one that stays is killed."""
-    try:
-        return child.wait(EXIT_WAIT_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        return child.wait()
+def _end(child: subprocess.Popen[bytes]) -> int:
+    """Kill the child, which has nothing left to do, and return how it ended."""
+    child.kill()
+    return child.wait()

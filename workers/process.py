@@ -83,7 +83,11 @@ def _prepare(link: Link, spec: ModelSpec, environment: MutableMapping[str, str])
         bound = Bound(fields["slots"], tuple(fields["sizes"]))
         begin_us = now_us()
         report = _bind(backend, loaded.signature, bound, fd)
-        link.send(messages.encode(messages.READY, report={**report, "bind_us": now_us() - begin_us, "in_flight": backend.in_flight}))
+        link.send(
+            messages.encode(
+                messages.READY, report={**report, "bind_us": now_us() - begin_us, "in_flight": backend.in_flight}
+            )
+        )
     except (LoadFailed, LinkClosed, _Stopped):
         raise
     except Exception as error:
