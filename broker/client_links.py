@@ -114,7 +114,7 @@ class ClientLinks:
             os.close(fd)
         if kind == messages.HELLO and not peer.greeted:
             peer.greet(self._epoch, self._policy(peer.uid))
-        elif kind == messages.ARENA_DROP and type(fields.get("token")) is int:
+        elif kind == messages.ARENA_DROP and type(fields.get("token")) is bytes:
             peer.arenas.pop(fields["token"], None)
         else:
             raise LinkClosed(f"record kind {kind}")

@@ -65,19 +65,19 @@ class Peer:
         self.token = secrets.token_bytes(16)
         self.client: Client | None = None
         self.greeted = False
-        self.arenas: dict[int, Arena] = {}
+        self.arenas: dict[bytes, Arena] = {}
 
     def arena(self, reference: Any) -> memoryview:
         """The bytes that an ``arena`` extension names. Raises InvalidRegion."""
         if type(reference) is not list or len(reference) != 3:
             raise InvalidRegion(field="reference", reason="it is not [token, offset, size]")
         token, offset, size = reference
-        arena = self.arenas.get(token) if type(token) is int else None
+        arena = self.arenas.get(token) if type(token) is bytes else None
         if arena is None:
             raise InvalidRegion(field="token", reason="this client has no such arena")
         return arena.region(offset, size)
 
-    def accept_arena(self, fields: dict[str, Any], fds: list[int], allowed: Callable[[int], bool]) -> int:
+    def accept_arena(self, fields: dict[str, Any], fds: list[int], allowed: Callable[[int], bool]) -> bytes:
         """Map an arena that the client offers; its token.
 
         Raises:
@@ -87,7 +87,7 @@ class Peer:
             if len(fds) != 1:
                 raise InvalidRegion(field="descriptor", reason=f"{len(fds)} descriptors came, 1 is needed")
             size_bytes = self._check_arena(fds[0], fields.get("size"), allowed)
-            token = secrets.randbits(63) | 1
+            token = secrets.token_bytes(16)
             self.arenas[token] = Arena(fds[0], size_bytes)
             return token
         except OSError as error:  # a descriptor without read access, or too many mappings

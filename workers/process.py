@@ -82,12 +82,8 @@ def _prepare(link: Link, spec: ModelSpec, environment: MutableMapping[str, str])
         fields, fd = _expect(link, messages.BIND)
         bound = Bound(fields["slots"], tuple(fields["sizes"]))
         begin_us = now_us()
-        report = _bind(backend, loaded.signature, bound, fd)
-        link.send(
-            messages.encode(
-                messages.READY, report={**report, "bind_us": now_us() - begin_us, "in_flight": backend.in_flight}
-            )
-        )
+        report = {"in_flight": backend.in_flight, "graph": "off", **_bind(backend, loaded.signature, bound, fd)}
+        link.send(messages.encode(messages.READY, report={**report, "bind_us": now_us() - begin_us}))
     except (LoadFailed, LinkClosed, _Stopped):
         raise
     except Exception as error:
