@@ -18,23 +18,40 @@ CLOSE_REASONS = ("full", "delay", "idle", "drain", "retry")
 class Lane:
     """First in, first out; rows never overtake each other.
 
-    Invariants: a batch holds 1 to ``max_rows`` rows; the backlog is empty while a slot is free; a batch is in exactly
-    one of ``open``, ``closed`` (padding not yet written) and ``ready``.
+    Invariants: a batch holds 1 to ``max_rows`` rows; the backlog is empty while this lane could have a slot; a batch
+    that no worker has is either ``open`` or in ``ready``. ``held`` counts the slots of its batches, running or not; it
+    claims no more than ``held_max``, so that one lane's hung worker does not take the slots of all.
     """
 
     def __init__(self, slots: SlotTable, max_rows: int, max_queue_delay_us: int) -> None:
         self._slots = slots
         self._max_rows = max_rows
         self._delay_us = max_queue_delay_us
+        self.held = 0
+        self.held_max = len(slots)
         self.open: Batch | None = None
-        self.closed: deque[Batch] = deque()
         self.ready: deque[Batch] = deque()
         self.backlog: OrderedDict[Ticket, None] = OrderedDict()
 
-    @property
-    def empty(self) -> bool:
-        """True if nothing waits here."""
-        return not (self.open or self.closed or self.ready or self.backlog)
+    def claim(self) -> Batch | None:
+        """A new batch in a free slot, to be filled; None if there is none for this lane."""
+        slot = self._slots.claim() if self.held < self.held_max else None
+        if slot is None:
+            return None
+        self.held += 1
+        return Batch(slot, self)
+
+    def give_back(self, batch: Batch, event: SlotEvent) -> None:
+        """``event`` takes the slot of ``batch`` away from this lane."""
+        self._slots.apply(batch.slot, event)
+        self.held -= 1
+
+    def publish(self, batch: Batch, reason: str, now_us: int) -> None:
+        """No more rows are added to ``batch``: it may run."""
+        self._slots.apply(batch.slot, SlotEvent.PUBLISH)
+        batch.close = reason
+        batch.closed_us = now_us
+        self.ready.append(batch)
 
     def add(self, ticket: Ticket, now_us: int) -> bool:
         """Give ``ticket`` its rows in the open slot; False if it went to the backlog instead."""
@@ -50,10 +67,9 @@ class Lane:
             self.close("full", now_us)
             batch = None
         if batch is None:
-            slot = self._slots.claim()
-            if slot is None:
+            batch = self.open = self.claim()
+            if batch is None:
                 return False
-            batch = self.open = Batch(slot, self)
         batch.add(ticket)
         if batch.rows == self._max_rows:
             self.close("full", now_us)
@@ -72,17 +88,13 @@ class Lane:
 
     def close(self, reason: str, now_us: int) -> None:
         """Close the open batch, if there is one."""
-        batch = self.open
-        if batch is None:
-            return
-        self.open = None
-        batch.close = reason
-        batch.closed_us = now_us
-        self.closed.append(batch)
+        if self.open is not None:
+            batch, self.open = self.open, None
+            self.publish(batch, reason, now_us)
 
     def due_us(self, idle: bool, room: bool) -> int | None:
         """When ``close_due`` with the same arguments would close the open batch; None for not before more happens."""
-        if self.open is None or self.closed or self.ready:
+        if self.open is None or self.ready:
             return None
         if not idle and not (room and self._delay_us > 0):
             return None
@@ -106,28 +118,19 @@ class Lane:
             return
         batch.live -= 1
         batch.live_rows -= ticket.rows
-        if batch.live > 0:
-            return
+        if batch.live or batch.worker:
+            return  # others want answers, or it is RUNNING: then it runs to its end as dead rows
         if batch is self.open:
             self.open = None
-        elif batch in self.closed:
-            self.closed.remove(batch)
-        elif batch in self.ready:
-            self.ready.remove(batch)
         else:
-            return  # RUNNING: it runs to its end as dead rows
-        self._slots.apply(batch.slot, SlotEvent.ABANDON)
+            self.ready.remove(batch)
+        self.give_back(batch, SlotEvent.ABANDON)
 
-    def take_over(self, other: Lane, now_us: int) -> None:
-        """Append all that waits in ``other``, whose worker is gone (``per_worker`` only)."""
-        other.close("drain", now_us)
-        for batch in (*other.closed, *other.ready):
-            batch.lane = self
-        for ticket in (*other.backlog, *(t for b in (*other.closed, *other.ready) for t in b.tickets)):
+    def adopt(self, batch: Batch) -> None:
+        """Take over a ready batch from a lane that ends."""
+        batch.lane.held -= 1
+        self.held += 1
+        batch.lane = self
+        for ticket in batch.tickets:
             ticket.lane = self
-        self.closed.extend(other.closed)
-        self.ready.extend(other.ready)
-        self.backlog.update(other.backlog)
-        other.closed.clear()
-        other.ready.clear()
-        other.backlog.clear()
+        self.ready.append(batch)

@@ -20,6 +20,8 @@ from mxpool.shm.link import Link, LinkClosed
 
 log = logging.getLogger(__name__)
 
+HELLO_MAX_US = 10_000_000  # a link that was opened and says nothing holds a client's place
+
 
 class ArenaPolicy:
     """Which users may pass frames in memory of their own: by name, by group, and the broker's own user.
@@ -66,6 +68,7 @@ class ClientLinks:
         self._policy = policy
         self._limit = limit
         self._gone = gone
+        self._resting: list[socket.socket] = []
 
     def listen(self, listener: socket.socket) -> None:
         """Accept what comes to ``listener``."""
@@ -75,7 +78,9 @@ class ClientLinks:
         try:
             connection, _ = listener.accept()
         except OSError as error:
-            log.warning("link not accepted reason=%s", error)
+            log.warning("no links accepted until the next beat reason=%s", error)
+            self._loop.remove(listener.fileno())  # it stays readable: without descriptors we would spin
+            self._resting.append(listener)
             return
         link = Link(connection)
         if len(self._book.peers) >= self._limit:
@@ -85,6 +90,14 @@ class ClientLinks:
         peer = Peer(link)
         self._book.peers[peer.token] = peer
         self._loop.add(link.fileno(), partial(self._receive, peer))
+
+    def beat(self, now_us: int) -> None:
+        """Accept again where descriptors had run out, and end links that have said nothing."""
+        while self._resting:
+            self.listen(self._resting.pop())
+        for peer in list(self._book.peers.values()):
+            if not peer.greeted and now_us - peer.accepted_us > HELLO_MAX_US:
+                self.end(peer)
 
     @staticmethod
     def _refuse(link: Link, error: MxPoolError) -> None:
@@ -113,11 +126,18 @@ class ClientLinks:
         for fd in fds:
             os.close(fd)
         if kind == messages.HELLO and not peer.greeted:
-            peer.greet(self._epoch, self._policy(peer.uid))
+            self._greet(peer, fields)
         elif kind == messages.ARENA_DROP and type(fields.get("token")) is bytes:
             peer.arenas.pop(fields["token"], None)
         else:
             raise LinkClosed(f"record kind {kind}")
+
+    def _greet(self, peer: Peer, fields: dict[str, Any]) -> None:
+        if fields.get("role") != "client" or fields.get("version") != messages.LINK_VERSION:
+            refusal = errors.Rejected(reason=f"only clients with link version {messages.LINK_VERSION} are served here")
+            peer.link.send(messages.encode(messages.REFUSED, **messages.error_fields(refusal)))
+            raise LinkClosed("refused")
+        peer.greet(self._epoch, self._policy(peer.uid))
 
     def end(self, peer: Peer) -> None:
         """The link is over: so is its client."""

@@ -12,13 +12,19 @@ from typing import Any
 from mxpool import messages
 from mxpool.broker.outbox import Outbox
 from mxpool.broker.tickets import Ticket
+from mxpool.clock import now_us
 from mxpool.errors import InvalidRegion, MxPoolError, PermissionDenied
 from mxpool.shm.link import Link, LinkClosed
 
-ARENAS_MAX = 8  # of one client; a client that needs another size drops an old one first
+ARENAS_MAX = 2  # of one client; a client that needs another size drops an old one first
 ARENA_BYTES_MAX = 1 << 32
 F_GET_SEALS = fcntl.F_GET_SEALS
 F_SEAL_SHRINK = fcntl.F_SEAL_SHRINK
+
+
+def _shown(value: Any) -> str:
+    """A client's value in an error: never the text of something nested or long."""
+    return str(value) if type(value) is int else type(value).__name__
 
 
 class Arena:
@@ -36,16 +42,16 @@ class Arena:
             InvalidRegion: naming the field, for anything that is not inside the arena (integers of any size).
         """
         if type(offset) is not int or not 0 <= offset < self.size_bytes:
-            raise InvalidRegion(field="offset", reason=f"{offset!r} is not from 0 to {self.size_bytes - 1}")
+            raise InvalidRegion(field="offset", reason=f"{_shown(offset)} is not from 0 to {self.size_bytes - 1}")
         if type(size) is not int or not 1 <= size <= self.size_bytes - offset:
-            raise InvalidRegion(field="size", reason=f"{size!r} is not from 1 to {self.size_bytes - offset}")
+            raise InvalidRegion(field="size", reason=f"{_shown(size)} is not from 1 to {self.size_bytes - offset}")
         return self._bytes[offset : offset + size]
 
 
 class Client:
     """One routing id of the ROUTER. ``tickets`` are its requests without an answer, by request id."""
 
-    __slots__ = ("gone", "identity", "outbox", "peer", "seen_us", "tickets")
+    __slots__ = ("gone", "identity", "outbox", "peer", "tickets")
 
     def __init__(self, identity: bytes, outbox: Outbox) -> None:
         self.identity = identity
@@ -53,7 +59,6 @@ class Client:
         self.tickets: dict[int, Ticket] = {}
         self.peer: Peer | None = None
         self.gone = False
-        self.seen_us = 0
 
 
 class Peer:
@@ -65,6 +70,7 @@ class Peer:
         self.token = secrets.token_bytes(16)
         self.client: Client | None = None
         self.greeted = False
+        self.accepted_us = now_us()
         self.arenas: dict[bytes, Arena] = {}
 
     def arena(self, reference: Any) -> memoryview:
@@ -100,7 +106,7 @@ class Peer:
         if len(self.arenas) >= ARENAS_MAX:
             raise InvalidRegion(field="count", reason=f"a client may have {ARENAS_MAX} arenas")
         if type(size) is not int or not 1 <= size <= ARENA_BYTES_MAX:
-            raise InvalidRegion(field="size", reason=f"{size!r} is not from 1 to {ARENA_BYTES_MAX}")
+            raise InvalidRegion(field="size", reason=f"{_shown(size)} is not from 1 to {ARENA_BYTES_MAX}")
         status = os.fstat(fd)
         if not allowed(self.uid) or status.st_uid != self.uid:
             raise PermissionDenied(uid=self.uid, action="use an arena (arena_users, arena_groups)")
@@ -134,12 +140,16 @@ class Peer:
 
 
 class ClientBook:
-    """All clients by routing id, and their links by token."""
+    """All clients by routing id, and their links by token.
+
+    ``ghosts`` are routing ids whose link has ended: what libzmq still holds of theirs is not to be run.
+    """
 
     def __init__(self, outbox_messages: int, outbox_bytes: int) -> None:
         self._outbox = (outbox_messages, outbox_bytes)
         self.by_identity: dict[bytes, Client] = {}
         self.peers: dict[bytes, Peer] = {}
+        self.ghosts: set[bytes] = set()
 
     def __len__(self) -> int:
         return len(self.by_identity)

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mxpool import __version__, errors
 from mxpool.broker.served import ServedModel
 from mxpool.broker.worker_process import WorkerProcess
 from mxpool.clock import now_us
+from mxpool.errors import MxPoolError
+
+Answer = Callable[["dict[str, Any] | MxPoolError"], None]
+
+
+class Order(NamedTuple):
+    """A control request: ``answer`` is called once with its payload or error, at once or when it is carried out.
+
+    ``uid`` is the user who asks, None where the transport does not tell.
+    """
+
+    verb: str
+    model: str
+    arguments: dict[str, Any]
+    uid: int | None
+    answer: Answer
 
 
 class Drainable(Protocol):
@@ -44,19 +60,19 @@ class Control:
             "slots": self._slots,
         }
 
-    def answer(self, verb: str, model: str, arguments: dict[str, Any], uid: int | None) -> dict[str, Any]:
-        """Do ``verb``; its payload.
+    def take(self, order: Order) -> None:
+        """Carry out ``order``; unknown arguments are ignored, as extensions are.
 
         Raises:
             UnknownVerb, UnknownModel, PermissionDenied, ModelUnavailable: nothing was changed.
         """
-        del arguments  # none of this release's verbs takes any; unknown ones are ignored, as extensions are
-        if verb == "drain":
-            return self._drain(model, uid)
-        found = self._verbs.get(verb)
+        if order.verb == "drain":
+            order.answer(self._drain(order.model, order.uid))
+            return
+        found = self._verbs.get(order.verb)
         if found is None:
-            raise errors.UnknownVerb(verb=verb[:64])
-        return found(model)
+            raise errors.UnknownVerb(verb=order.verb[:64])
+        order.answer(found(order.model))
 
     def _model(self, name: str) -> ServedModel:
         model = self._models.get(name)

@@ -2,8 +2,8 @@
 
 The shell (``served``) calls in this order, and copies bytes where it is told to::
 
-    submit ─▶ refill ─▶ [close_due ─▶ publish ─▶ assign]* ─▶ … complete ─▶ release
-                                  worker_lost ─▶ reaped ─▶ retries ─▶ refill …
+    submit ─▶ retries, refill ─▶ [close_due ─▶ assign]* ─▶ … complete ─▶ release
+                                  worker_lost ─▶ reaped ─▶ retries …
 
 A ticket is answered exactly once: by ``complete`` (its batch ran), by ``drop`` (expired, cancelled, client gone), or
 because ``worker_lost`` returned it. ``live`` turns false at that moment and everything later passes over it.
@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mxpool.broker.batching import Lane
-from mxpool.broker.roster import Roster
+from mxpool.broker.recovery import Lost, Recovery
+from mxpool.broker.roster import Roster, Seat
 from mxpool.broker.tickets import Batch, Deadlines, Ticket
 from mxpool.errors import QueueFull, ShuttingDown
 from mxpool.shm.slots import SlotEvent, SlotTable
 
-ATTEMPTS_MAX = 2  # a request executes at most twice
+SHARED = ""  # the name of the lane that all workers take from, or that waits for a first worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +38,13 @@ class Limits:
 
 
 class ModelCore:
-    """All state of one model. ``workers`` are the names that may ever sit in the roster.
+    """All state of one model.
 
     Invariants: ``depth`` is the number of live tickets not dispatched, ``depth <= max_queue_size`` except for retries;
     a slot is held by at most one batch; a batch runs on at most one worker.
     """
 
-    def __init__(self, model: str, limits: Limits, workers: list[str]) -> None:
+    def __init__(self, model: str, limits: Limits) -> None:
         self.model = model
         self.limits = limits
         self.roster = Roster()
@@ -53,19 +53,27 @@ class ModelCore:
         self.depth = 0
         self.queued_rows = 0
         self.mean_run_us = 1000.0
-        self._workers = workers
-        self._retries: deque[Ticket] = deque()  # each with its body: it must not need its old slot to get a new one
-        self._quarantined: dict[int, tuple[str, list[Ticket]]] = {}  # slot: its lost worker, requests to retry
-        self.open_slots(0, 1, 0, (1,))
+        self.open_slots(0, 1, 0)
 
-    def open_slots(self, slots: int, max_rows: int, row_bytes: int, sizes: tuple[int, ...]) -> None:
+    def open_slots(self, slots: int, max_rows: int, row_bytes: int) -> None:
         """Start with an empty pool of ``slots`` slots; called once, when the signature is known."""
         self.slots = SlotTable(slots)
+        self.recovery = Recovery(self.slots)
         self.row_bytes = row_bytes
-        self._sizes = sizes
-        names = self._workers if self.limits.per_worker else [""]
-        self._lanes = {name: Lane(self.slots, max_rows, self.limits.max_queue_delay_us) for name in names}
+        self._max_rows = max_rows
+        self._lanes: dict[str, Lane] = {}
         self._turn = 0
+        self._add_lane(SHARED)
+
+    def _add_lane(self, name: str) -> None:
+        self._lanes[name] = Lane(self.slots, self._max_rows, self.limits.max_queue_delay_us)
+        self._share_slots()
+
+    def _share_slots(self) -> None:
+        """With a lane for each worker, none may hold more than its part of the slots, and at least two."""
+        workers = max(len(self._lanes) - 1, 1)
+        for lane in self._lanes.values():
+            lane.held_max = max(len(self.slots) // workers, 2) if self.limits.per_worker else len(self.slots)
 
     @property
     def idle(self) -> bool:
@@ -75,7 +83,7 @@ class ModelCore:
     @property
     def waiting(self) -> bool:
         """True if anything waits for a slot, a close or a worker."""
-        return self.depth > 0 or bool(self._retries)
+        return self.depth > 0 or bool(self.recovery.retries)
 
     # Requests
 
@@ -100,16 +108,17 @@ class ModelCore:
         return self._lane().add(ticket, now_us)
 
     def _queue_full(self, depth: int, limit: int, unit: str) -> QueueFull:
-        batches = 1 + sum(len(lane.ready) + len(lane.closed) for lane in self._lanes.values())
+        batches = 1 + sum(len(lane.ready) for lane in self._lanes.values())
         wait_ms = math.ceil(batches * self.mean_run_us / 1000 / max(len(self.roster), 1))
         return QueueFull(
             model=self.model, depth=depth, limit=limit, unit=unit, retry_after_ms=min(max(wait_ms, 1), 1000)
         )
 
     def _lane(self) -> Lane:
-        if not self.limits.per_worker:
-            return self._lanes[""]
-        names = [name for name in self._lanes if name in self.roster] or list(self._lanes)
+        """The lane for the next arrival: with ``per_worker``, each worker's in turn."""
+        if len(self._lanes) == 1:
+            return self._lanes[SHARED]
+        names = [name for name in self._lanes if name != SHARED]
         self._turn += 1
         return self._lanes[names[self._turn % len(names)]]
 
@@ -142,35 +151,19 @@ class ModelCore:
 
     def refill(self, now_us: int) -> list[Ticket]:
         """Give free slots to what waits for one; the tickets whose bodies must be copied now."""
-        if self.limits.per_worker and len(self.roster):
-            for name, lane in self._lanes.items():
-                if name not in self.roster and not lane.empty:
-                    self._lane().take_over(lane, now_us)
         return [ticket for lane in self._lanes.values() if lane.backlog for ticket in lane.refill(now_us)]
 
-    def close_due(self, now_us: int) -> list[Batch]:
-        """Close what is due. All closed batches, to be padded to ``batch.size`` rows and then published."""
-        closed: list[Batch] = []
+    def close_due(self, now_us: int) -> None:
+        """Close the open batches that are due."""
         for name, lane in self._lanes.items():
             if self.draining:
                 lane.close("drain", now_us)
             elif lane.open is not None:
                 among = name or None
                 lane.close_due(now_us, self.roster.any_idle(among), self.roster.any_room(among))
-            closed.extend(lane.closed)
-        for batch in closed:
-            batch.size = self._sizes[bisect_left(self._sizes, batch.rows)]
-        return closed
-
-    def publish(self, batch: Batch, now_us: int) -> None:
-        """``batch`` is padded: it may run."""
-        batch.lane.closed.remove(batch)
-        batch.lane.ready.append(batch)
-        self.slots.apply(batch.slot, SlotEvent.PUBLISH)
-        batch.merge_us = now_us - batch.closed_us
 
     def assign(self, now_us: int) -> list[Batch]:
-        """Give ready batches to workers, oldest first; each has ``worker``, ``generation`` and ``sequence`` set."""
+        """Give ready batches to workers, oldest first: each is to be padded to ``size`` rows and sent to ``worker``."""
         assigned: list[Batch] = []
         for name, lane in self._lanes.items():
             while lane.ready:
@@ -179,13 +172,17 @@ class ModelCore:
                 if seat is None:
                     break
                 lane.ready.popleft()
-                self.slots.apply(batch.slot, SlotEvent.DISPATCH)
-                batch.generation = self.slots.generation(batch.slot)
-                self._leave_queue(batch.live_rows, batch.live)
-                batch.queue_depth = self.depth
-                self.roster.take(seat, batch, now_us)
+                self._dispatch(batch, seat, now_us)
                 assigned.append(batch)
         return assigned
+
+    def _dispatch(self, batch: Batch, seat: Seat, now_us: int) -> None:
+        self.slots.apply(batch.slot, SlotEvent.DISPATCH)
+        batch.generation = self.slots.generation(batch.slot)
+        batch.size = seat.sizes[bisect_left(seat.sizes, batch.rows)]
+        self._leave_queue(batch.live_rows, batch.live)
+        batch.queue_depth = self.depth
+        self.roster.take(seat, batch, now_us)
 
     def complete(self, worker: str, slot: int, generation: int, now_us: int) -> Batch | None:
         """``worker`` has run ``slot``: its batch, whose live tickets must be answered; None for a stale record."""
@@ -196,7 +193,7 @@ class ModelCore:
 
     def release(self, batch: Batch) -> None:
         """The answers of ``batch`` are sent (or their bytes copied): its slot is free again."""
-        self.slots.apply(batch.slot, SlotEvent.RELEASE)
+        batch.lane.give_back(batch, SlotEvent.RELEASE)
         for ticket in batch.tickets:
             ticket.live = False
             ticket.batch = None
@@ -204,78 +201,49 @@ class ModelCore:
 
     # Workers
 
-    def worker_lost(self, worker: str, started: int) -> list[Ticket]:
-        """``worker`` is dead and ``started`` was the last sequence it began; its completions were drained before.
+    def worker_ready(self, worker: str, in_flight: int, sizes: tuple[int, ...]) -> None:
+        """``worker`` can run batches of ``sizes`` rows (ascending, the last one holds any batch)."""
+        self.roster.add(worker, in_flight, sizes)
+        if self.limits.per_worker:
+            self._add_lane(worker)
+            self._rehome(self._lanes[SHARED])
 
-        Batches it had not begun become ready again. The requests of those it was running are retried, each alone
-        (``reaped``, ``retries``); the ones returned had their second death and must be answered.
-        """
+    def worker_lost(self, worker: str, started: int, now_us: int) -> Lost:
+        """``worker`` is dead and ``started`` was the last sequence it began; its completions were drained before."""
         seat = self.roster.remove(worker)
-        failed: list[Ticket] = []
-        for batch in reversed(seat.running) if seat else ():
-            if batch.sequence > started:
-                self._return(batch)
-            else:
-                failed.extend(self._quarantine(batch))
-        return failed
-
-    def _return(self, batch: Batch) -> None:
-        self.slots.apply(batch.slot, SlotEvent.RETURN)
-        if not batch.live:
-            self.slots.apply(batch.slot, SlotEvent.ABANDON)
-            return
-        batch.worker = ""
-        batch.lane.ready.appendleft(batch)
-        self._leave_queue(-batch.live_rows, -batch.live)
-
-    def _quarantine(self, batch: Batch) -> list[Ticket]:
-        self.slots.apply(batch.slot, SlotEvent.WORKER_LOST)
-        failed: list[Ticket] = []
-        again: list[Ticket] = []
-        self._quarantined[batch.slot] = (batch.worker, again)
-        for ticket in batch.tickets:
-            if not ticket.live:
-                continue
-            ticket.attempts += 1
-            ticket.batch = None
-            if ticket.attempts >= ATTEMPTS_MAX:
-                ticket.live = False
-                failed.append(ticket)
-                continue
-            again.append(ticket)
+        if seat is None:
+            return Lost(0)
+        lost = self.recovery.sort_out(seat, started)
+        for batch in lost.returned:
+            self._leave_queue(-batch.live_rows, -batch.live)
+        for ticket, _ in lost.again:
             self._leave_queue(-ticket.rows, -1)
-        return failed
+        if self.limits.per_worker:
+            ended = self._lanes.pop(worker)
+            self._share_slots()
+            ended.close("drain", now_us)
+            self._rehome(ended)
+        return lost
 
-    def reaped(self, worker: str) -> list[tuple[Ticket, int]]:
-        """No process of ``worker``'s incarnation can write to its slots any more, and they are free.
+    def _rehome(self, lane: Lane) -> None:
+        """Deal out what waits in a lane that has no worker."""
+        for ticket in self.recovery.retries:
+            if ticket.lane is lane:
+                ticket.lane = self._lane()
+        while lane.ready:
+            self._lane().adopt(lane.ready.popleft())
+        while lane.backlog:
+            ticket, _ = lane.backlog.popitem(last=False)
+            ticket.lane = self._lane()
+            ticket.lane.backlog[ticket] = None
 
-        The requests to retry, each with its old slot: take their bodies out (at ``ticket.row``) before any other call.
-        """
-        saved: list[tuple[Ticket, int]] = []
-        for slot, (lost, tickets) in list(self._quarantined.items()):
-            if lost == worker:
-                del self._quarantined[slot]
-                self.slots.apply(slot, SlotEvent.REAPED)
-                saved.extend((ticket, slot) for ticket in tickets if ticket.live)
-        self._retries.extend(ticket for ticket, _ in saved)
-        return saved
+    def reaped(self, incarnation: int) -> None:
+        """No process of that incarnation can write to its slots any more."""
+        self.recovery.reaped(incarnation)
 
     def retries(self, now_us: int) -> list[Ticket]:
-        """Give free slots to requests that run again, each alone; the tickets whose bodies must be copied now."""
-        placed: list[Ticket] = []
-        while self._retries:
-            ticket = self._retries[0]
-            if ticket.live:
-                slot = self.slots.claim()
-                if slot is None:
-                    break
-                batch = Batch(slot, ticket.lane)
-                batch.add(ticket)
-                batch.close, batch.closed_us = "retry", now_us
-                ticket.lane.closed.append(batch)
-                placed.append(ticket)
-            self._retries.popleft()
-        return placed
+        """Give free slots to requests that run again; the tickets whose bodies must be copied now."""
+        return self.recovery.retry(now_us)
 
     # Time
 
@@ -290,10 +258,10 @@ class ModelCore:
 
     def queued(self) -> list[Ticket]:
         """Live tickets that no worker has."""
-        found = [*self._retries, *(ticket for _, tickets in self._quarantined.values() for ticket in tickets)]
+        found = list(self.recovery.retries)
         for lane in self._lanes.values():
             found.extend(lane.backlog)
-            for batch in (lane.open, *lane.closed, *lane.ready):
+            for batch in (lane.open, *lane.ready):
                 found.extend(batch.tickets if batch is not None else ())
         return [ticket for ticket in found if ticket.live]
 
@@ -301,7 +269,7 @@ class ModelCore:
         """Which batch holds which slot, for status."""
         found = [lane.open for lane in self._lanes.values()]
         for lane in self._lanes.values():
-            found.extend((*lane.closed, *lane.ready))
+            found.extend(lane.ready)
         for seat in self.roster.seats():
             found.extend(seat.running)
         return {batch.slot: batch for batch in found if batch is not None}

@@ -22,7 +22,7 @@ SOCKET_UMASK = 0o117  # sockets get mode 0660: owner and group may connect
 DIRECTORY_MODE = 0o750
 RESERVED_FDS = 64  # the broker's own: epoll, eventfds, libzmq's, log and model files
 FDS_PER_WORKER = 5
-FDS_PER_CLIENT = 2  # its ZMQ connection and its link
+FDS_PER_CLIENT = 4  # its ZMQ connection, its link and two arenas
 
 
 class Endpoint:
@@ -114,17 +114,11 @@ def connections_max(max_clients: int, workers: int) -> int:
 
 
 class Door:
-    """Counts the ROUTER's connections, and stops listening while they are at the limit.
+    """Counts the ROUTER's connections, links or no links."""
 
-    libzmq, out of descriptors, would spin on its listener and let every other ``open`` of the process fail.
-    """
-
-    def __init__(self, router: zmq.Socket[bytes], endpoints: list[Endpoint], limit: int) -> None:
+    def __init__(self, router: zmq.Socket[bytes]) -> None:
         self.connections = 0
-        self.limit = limit
         self._router = router
-        self._endpoints = endpoints
-        self._shut = False
         self._monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 
     def fileno(self) -> int:
@@ -136,18 +130,6 @@ class Door:
         while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             self.connections += 1 if event == zmq.EVENT_ACCEPTED else -1
-        if not self._shut and self.connections >= self.limit:
-            self._shut = True
-            log.warning("not listening by=max_clients,RLIMIT_NOFILE connections=%d", self.connections)
-            for endpoint in self._endpoints:
-                self._router.unbind(endpoint.address)
-        elif self._shut and self.connections < self.limit * 9 // 10:
-            self._shut = False
-            log.info("listening again connections=%d", self.connections)
-            umask = os.umask(SOCKET_UMASK)
-            for endpoint in self._endpoints:
-                self._router.bind(endpoint.address)
-            os.umask(umask)
 
     def close(self) -> None:
         """Stop watching."""

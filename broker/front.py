@@ -72,7 +72,12 @@ class Front:
                 if body.more:
                     frames += self._drain()
             self.received += 1
-            handle(clients.get(identity) or book.meet(identity), header, body, frames)
+            client = clients.get(identity)
+            if client is None:
+                if identity in book.ghosts:
+                    continue
+                client = book.meet(identity)
+            handle(client, header, body, frames)
         return True
 
     def _drain(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,15 @@ import zmq
 
 from mxpool import errors, wire
 from mxpool.broker.clients import Client, ClientBook
+from mxpool.broker.control import Order
 from mxpool.broker.front import Front
 from mxpool.broker.served import ServedModel
 from mxpool.clock import now_us
 from mxpool.errors import MxPoolError
 
-Control = Callable[[str, str, dict[str, Any], "int | None"], dict[str, Any]]  # verb, model, arguments, uid
+log = logging.getLogger(__name__)
+
+Control = Callable[[Order], None]
 
 
 class Intake:
@@ -47,8 +51,14 @@ class Intake:
             else:
                 self._answer_control(client, request, header)
         except MxPoolError as error:
-            self.refused += 1
-            self._front.send(client, wire.encode_error(wire.readable_id(data), error), None)
+            self._refuse(client, data, error)
+        except Exception:  # the boundary: no bytes of a client's may end the broker
+            log.exception("a message could not be handled")
+            self._refuse(client, data, errors.MalformedMessage(reason="it could not be handled"))
+
+    def _refuse(self, client: Client, data: bytes, error: MxPoolError) -> None:
+        self.refused += 1
+        self._front.send(client, wire.encode_error(wire.readable_id(data), error), None)
 
     def _infer(self, client: Client, request: wire.Request, body: zmq.Frame | None) -> None:
         model = self._models.get(request.model)
@@ -81,9 +91,15 @@ class Intake:
         arguments = dict(request.extensions)
         verb = arguments.pop("verb", None)
         if type(verb) is not str:
-            raise errors.UnknownVerb(verb=str(verb)[:64])
-        payload = self._control(verb, request.model, arguments, _uid(header, client))
-        self._front.send(client, wire.encode_reply(request.request_id, payload), None)
+            raise errors.UnknownVerb(verb=type(verb).__name__)
+
+        def reply(answer: dict[str, Any] | MxPoolError) -> None:
+            if isinstance(answer, MxPoolError):
+                self._front.send(client, wire.encode_error(request.request_id, answer), None)
+            else:
+                self._front.send(client, wire.encode_reply(request.request_id, answer), None)
+
+        self._control(Order(verb, request.model, arguments, _uid(header, client), reply))
 
 
 def _uid(header: zmq.Frame, client: Client) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-BACKOFF_US = (100_000, 1_000_000, 2_000_000, 4_000_000, 8_000_000)  # the first is short: one death is bad luck
+BACKOFF_US = (100_000, 1_000_000, 2_000_000, 4_000_000)  # the first is short: one death is bad luck
 DEATHS_MAX = 5
 WINDOW_US = 60_000_000
 SLOW_RETRY_US = 60_000_000
@@ -24,6 +24,10 @@ class Lifecycle:
         self.given_up = False
         self.reason = ""
         self.restart_at_us: int | None = None
+
+    def give_up(self) -> None:
+        """The next death is not bad luck: go to the slow retries at once."""
+        self.given_up = True
 
     def died(self, now_us: int, reason: str, cannot_boot: bool = False) -> None:
         """Decide when to start again: ``restart_at_us``, or None for never."""

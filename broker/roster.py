@@ -14,20 +14,22 @@ class Seat:
 
     worker: str
     in_flight: int
+    sizes: tuple[int, ...]
+    incarnation: int
     running: deque[Batch] = field(default_factory=deque)
     busy_since_us: int = 0
-    draining: bool = False
-    overdue: bool = False
+    closed: bool = False
 
     @property
     def idle(self) -> bool:
         """It has nothing to do and may be given work."""
-        return not self.running and not self.draining and not self.overdue
+        return not self.running and not self.closed
 
     @property
     def room(self) -> bool:
-        """It could hold one more batch."""
-        return len(self.running) < self.in_flight and not self.draining and not self.overdue
+        """It could hold one more batch. One that retries a request gets no company: it may be about to die of it."""
+        running = self.running
+        return len(running) < self.in_flight and not self.closed and not (running and running[-1].close == "retry")
 
 
 class Roster:
@@ -36,6 +38,7 @@ class Roster:
     def __init__(self) -> None:
         self._seats: dict[str, Seat] = {}
         self._sequence = 0
+        self._incarnation = 0
 
     def __len__(self) -> int:
         return len(self._seats)
@@ -55,9 +58,10 @@ class Roster:
         """All seats; the one that has waited longest for work is first."""
         return list(self._seats.values())
 
-    def add(self, worker: str, in_flight: int) -> None:
-        """``worker`` is ready."""
-        self._seats[worker] = Seat(worker, in_flight)
+    def add(self, worker: str, in_flight: int, sizes: tuple[int, ...]) -> None:
+        """``worker`` is ready, to run batches padded to one of ``sizes``."""
+        self._incarnation += 1
+        self._seats[worker] = Seat(worker, in_flight, sizes, self._incarnation)
 
     def remove(self, worker: str) -> Seat | None:
         """``worker`` is gone; its seat, with what it was running, or None if it had none."""
@@ -102,25 +106,27 @@ class Roster:
                 return batch
         return None
 
+    def close(self, worker: str) -> None:
+        """``worker`` is being ended: it gets no more work, and what it runs no more time."""
+        if worker in self._seats:
+            self._seats[worker].closed = True
+
     def any_idle(self, among: str | None = None) -> bool:
         """True if a worker has nothing to do."""
         for seat in self._seats.values():  # a plain loop: this runs in every pass of the broker
-            if not seat.running and not seat.draining and (among is None or seat.worker == among):
+            if not seat.running and not seat.closed and (among is None or seat.worker == among):
                 return True
         return False
 
     def any_room(self, among: str | None = None) -> bool:
         """True if a worker could take one more batch."""
-        for seat in self._seats.values():
-            if seat.room and (among is None or seat.worker == among):
-                return True
-        return False
+        return any(seat.room and (among is None or seat.worker == among) for seat in self._seats.values())
 
     def overdue(self, now_us: int, run_timeout_us: int) -> list[str]:
         """Workers whose oldest batch has run longer than ``run_timeout_us``, each told once; they get no more work."""
         found = [s for s in self._timed() if now_us - s.busy_since_us >= run_timeout_us]
         for seat in found:
-            seat.overdue = True
+            seat.closed = True
         return [seat.worker for seat in found]
 
     def overdue_us(self, run_timeout_us: int) -> int | None:
@@ -128,4 +134,4 @@ class Roster:
         return min((s.busy_since_us + run_timeout_us for s in self._timed()), default=None)
 
     def _timed(self) -> list[Seat]:
-        return [seat for seat in self._seats.values() if seat.running and not seat.overdue]
+        return [seat for seat in self._seats.values() if seat.running and not seat.closed]

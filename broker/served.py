@@ -58,7 +58,7 @@ class ServedModel:
             per_worker=config.queue == "per_worker",
             run_timeout_us=config.run_timeout_ms * 1000,
         )
-        self.core = ModelCore(name, limits, workers)
+        self.core = ModelCore(name, limits)
         self._answer = answer
         self._dispatcher = dispatcher
         self._admission: Admission | None = None
@@ -76,13 +76,13 @@ class ServedModel:
             return "ready"
         return "loading" if self._memory is None else "restarting"
 
-    def open(self, layout: SlotLayout, segment: Segment, sizes: tuple[int, ...]) -> None:
+    def open(self, layout: SlotLayout, segment: Segment) -> None:
         """Start to take requests: ``segment`` holds the slots of ``layout`` and is owned from now on."""
         signature = layout.signature
         self.layout, self.segment = layout, segment
         self._admission = Admission(self.name, signature)
         self._memory = SlotMemory(layout, segment, self.config.pad == "repeat")
-        self.core.open_slots(layout.slots, signature.max_rows, self._admission.row_bytes, sizes)
+        self.core.open_slots(layout.slots, signature.max_rows, self._admission.row_bytes)
 
     # Requests
 
@@ -149,18 +149,20 @@ class ServedModel:
             memory.place(ticket, ticket.body)
             ticket.body = None
         while True:
-            for batch in core.close_due(now):
-                if batch.size > batch.rows:
-                    memory.pad(batch.slot, batch.rows, batch.size)
-                core.publish(batch, now_us())
+            core.close_due(now)
             assigned = core.assign(now)
             if not assigned:
                 return
             for batch in assigned:
-                self._dispatcher.run(
-                    batch.worker,
-                    messages.Run(self.epoch, batch.slot, batch.generation, batch.rows, batch.size, batch.sequence),
-                )
+                self._start(batch, memory)
+
+    def _start(self, batch: Batch, memory: SlotMemory) -> None:
+        if batch.size > batch.rows:
+            begin = now_us()
+            memory.pad(batch.slot, batch.rows, batch.size)
+            batch.merge_us = now_us() - begin
+        job = messages.Run(self.epoch, batch.slot, batch.generation, batch.rows, batch.size, batch.sequence)
+        self._dispatcher.run(batch.worker, job)
 
     # Workers
 
@@ -228,13 +230,15 @@ class ServedModel:
         self.counters.batch(record, batch.rows)
         log.debug("batch %s", record)
 
-    def lost(self, worker: str, started: int) -> None:
+    def lost(self, worker: str, started: int, now: int) -> None:
         """``worker`` is dead and reaped, its completions were drained, and it had started sequence ``started``."""
-        for ticket in self.core.worker_lost(worker, started):
+        lost = self.core.worker_lost(worker, started, now)
+        for ticket in lost.failed:
             self._end(ticket, errors.WorkerDied(worker=worker, model=self.name), "worker_died")
-        for ticket, slot in self.core.reaped(worker):
+        for ticket, slot in lost.again:
             assert self._memory is not None
             ticket.body = self._memory.body(slot, ticket.row, ticket.rows)
+        self.core.reaped(lost.incarnation)
 
     def close(self) -> None:
         """Let go of the slots. No worker of the model is left."""

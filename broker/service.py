@@ -31,7 +31,9 @@ from mxpool.errors import MxPoolError
 log = logging.getLogger(__name__)
 
 RECEIVE_BUDGET = 64  # messages a pass: half a millisecond in which no worker is served
+BUSY_TIMER_US = 1_000  # under load, when nothing waits, timers are looked at this often
 OUTBOX_RETRY_US = 5_000  # ROUTER does not tell when a slow client has room again
+ABANDON_US = 10_000_000  # a worker that is still there 5 s after its SIGKILL hangs in the kernel
 FAREWELL_US = 1_000_000  # at the end, how long answers may still wait for slow clients
 
 
@@ -66,11 +68,11 @@ class Broker:
         workers = sum(model.worker_count for model in self.config.models.values())
         limit = connections_max(config.max_clients, workers)
         self._endpoints = [Endpoint(address) for address in config.endpoints]
-        self._door = Door(self.front.socket, self._endpoints, limit)
+        self._door = Door(self.front.socket)
         policy = ArenaPolicy(config.arenas, config.arena_users, config.arena_groups)
         self._links = ClientLinks(self.loop, self._book, self.epoch, policy, limit, self._client_gone)
         control = Control(self.models, self.supervisor.workers, self, self._counters, config.admin_users)
-        self.intake = Intake(self.front, self._book, self.models, control.answer)
+        self.intake = Intake(self.front, self._book, self.models, control.take)
         self.intake.greeting = {
             "version": wire.VERSION,
             "epoch": self.epoch,
@@ -118,7 +120,11 @@ class Broker:
         """Wait; workers and links; messages; deadlines and deaths; batches; outboxes; clients."""
         front = self.front
         readable = self._more or front.pending()
-        self.loop.wait(0 if readable else (self._due_us() - now_us()) / 1e6)
+        if readable:
+            self._timer_us = min(self._timer_us, now_us() + BUSY_TIMER_US)
+            self.loop.wait(0)
+        else:
+            self.loop.wait((self._due_us() - now_us()) / 1e6)
         if readable or self._front_stirred:
             self._front_stirred = False
             self._more = front.receive(self.intake.take, RECEIVE_BUDGET)
@@ -140,7 +146,9 @@ class Broker:
 
     def _due_us(self) -> int:
         """When to wake although nothing happens; what is due then is done in the pass after."""
-        times = [self._beat_at_us, self.supervisor.due_us(), self._end_at_us]
+        times = [self._beat_at_us, self.supervisor.due_us()]
+        if self._end_at_us is not None and self._end_at_us > now_us():
+            times.append(self._end_at_us)
         times.extend(model.core.due_us() for model in self.models.values())
         self._timer_us = min(time for time in times if time is not None)
         return min(self._timer_us, now_us() + OUTBOX_RETRY_US) if self.front.waiting else self._timer_us
@@ -165,6 +173,8 @@ class Broker:
         if now < self._beat_at_us:
             return
         self._beat_at_us = now + int(self.config.broker.heartbeat_s * 1e6)
+        self._book.ghosts.clear()
+        self._links.beat(now)
         for client in list(self._book.by_identity.values()):
             if client.peer is not None:
                 continue
@@ -221,9 +231,13 @@ class Broker:
                 return False
             self._refuse_rest()
             self._stopping_workers = True
-            self._end_at_us = now + FAREWELL_US
+            self._end_at_us = now + ABANDON_US
             self.supervisor.stop(now)
-        return not self.supervisor.alive and (not self.front.waiting or now >= self._end_at_us)
+        if self.supervisor.alive and now < self._end_at_us:
+            return False
+        self._refuse_rest()  # what a worker that had to be killed was running
+        self._end_at_us = min(self._end_at_us, now + FAREWELL_US)
+        return not self.front.waiting or now >= self._end_at_us
 
     def _refuse_rest(self) -> None:
         for model in self.models.values():

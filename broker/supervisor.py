@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -60,6 +61,7 @@ class Supervisor:
         if not found.failure:
             found.failure = reason
             log.warning("worker killed worker=%s pid=%s reason=%s", worker, found.pid, reason)
+        found.served.core.roster.close(worker)
         found.kill()
 
     # Time
@@ -114,7 +116,7 @@ class Supervisor:
 
     def _on_stderr(self, worker: WorkerProcess) -> None:
         if not worker.read_stderr():
-            self._loop.remove(worker.stderr_fd)
+            self._loop.remove(worker.stderr_fd)  # called because it is readable: there is nothing but its end
 
     def _on_link(self, worker: WorkerProcess) -> None:
         try:
@@ -134,12 +136,18 @@ class Supervisor:
             worker.served.completed(worker.name, messages.decode_done(data), now_us())
             return
         kind, fields = messages.decode(data)
+        if worker.state == "stopping":
+            return  # it was told to go before it was ready
         if kind == messages.HELLO:
+            if fields.get("version") != messages.LINK_VERSION:
+                raise errors.MalformedMessage(
+                    reason=f"link version {fields.get('version')}, not {messages.LINK_VERSION}"
+                )
             worker.load()
         elif kind == messages.SIGNATURE:
             self._signature(worker, fields)
         elif kind == messages.READY:
-            self._ready(worker, fields["report"])
+            self._ready(worker, fields)
         elif kind == messages.LOAD_FAILED:
             worker.failure, worker.cannot_boot = str(fields["message"]), bool(fields["cannot_boot"])
         else:
@@ -153,7 +161,7 @@ class Supervisor:
         started = worker.started_sequence()
         stopping = worker.state == "stopping"
         code = worker.bury()
-        worker.served.lost(worker.name, started)
+        worker.served.lost(worker.name, started, now)
         if stopping:
             log.info("worker stopped worker=%s", worker.name)
             return
@@ -213,7 +221,7 @@ class Supervisor:
 
     def _open(self, served: ServedModel, layout: SlotLayout, segment: Segment) -> None:
         workers = [worker for worker in self.workers.values() if worker.served is served]
-        served.open(layout, segment, workers[0].spec.sizes)
+        served.open(layout, segment)
         log.info("slots made model=%s slots=%d bytes=%d", served.name, layout.slots, layout.size_bytes)
         for worker in workers:
             if worker.state == "loaded":
@@ -223,19 +231,20 @@ class Supervisor:
                     self.kill(worker.name, f"its link failed: {error}")
 
     def _no_room(self, served: ServedModel, error: Exception) -> None:
+        """The slots could not be made: all workers go, and come back at the slow pace."""
         served.signature = None
         for worker in self.workers.values():
-            if worker.served is served:
-                worker.cannot_boot = True
+            if worker.served is served and worker.state != "dead":
+                worker.life.give_up()
                 self.kill(worker.name, str(error))
 
-    def _ready(self, worker: WorkerProcess, report: dict[str, Any]) -> None:
-        served = worker.served
+    def _ready(self, worker: WorkerProcess, fields: dict[str, Any]) -> None:
+        served, report = worker.served, fields["report"]
         worker.state = "ready"
         worker.life.ready()
         served.report.update(report)
         served.unavailable = ""
-        served.core.roster.add(worker.name, int(report.get("in_flight", 1)))
+        served.core.worker_ready(worker.name, int(fields["in_flight"]), tuple(fields["sizes"]))
         config = worker.spec
         log.info(
             "worker ready worker=%s ms=%d fixed_inputs=%d maca_graph=%d queue_shared=%d",
@@ -261,10 +270,18 @@ class Supervisor:
                     worker.kill()
 
     def kill_all(self) -> None:
-        """End and reap every process that is left: the broker itself is failing, or all are stopped already."""
+        """End and reap every process that is left: the broker itself is failing, or all are stopped already.
+
+        One that a SIGKILL does not end within a second hangs in the kernel and is left to init.
+        """
         for worker in self.workers.values():
             if worker.state != "dead":
                 worker.kill()
+                try:
+                    worker.process.wait(timeout=1)
+                except subprocess.TimeoutExpired:
+                    log.error("worker cannot be ended worker=%s pid=%s", worker.name, worker.pid)
+                    continue
                 worker.bury()
 
     @property

@@ -16,9 +16,9 @@ class BatchRecord:
     """One batch. Times in microseconds.
 
     ``slot_count`` requests with ``batch_samples`` live rows ran as ``padded_batch`` rows. ``oldest_queue_us`` and
-    ``avg_queue_us``: arrival to the worker's start; ``merge_us``: close to ready; ``run_us``: the worker's start to end
-    (copy in, execute, copy out); ``split_us``: completion to last send; ``queue_depth``: requests that waited after
-    this batch was taken; ``graph``: hit, miss or off; ``close``: why the batch was closed.
+    ``avg_queue_us``: arrival to the worker's start. ``merge_us``: padding (rows were placed as they came). ``run_us``:
+    the worker's start to end (copy in, execute, copy out). ``split_us``: completion to last send. ``queue_depth``:
+    requests that waited after this batch was taken. ``graph``: hit, miss or off. ``close``: why it was closed.
     """
 
     model: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from mxpool.spec import ModelSpec
 
 STATUS_BYTES = 4096
 STDERR_LINES = 20
+STDERR_READS = 16  # of a dead worker's: a grandchild that holds the pipe and writes for ever must not hold us
 
 
 class WorkerProcess:
@@ -43,8 +43,8 @@ class WorkerProcess:
 
     def spawn(self, now_us: int) -> None:
         """Start the process: exec, a session of its own, no descriptor inherited but the link's and the pipes."""
-        self.link, theirs = Link.pair()
         self.status = Segment.create(STATUS_BYTES)
+        self.link, theirs = Link.pair()
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "mxpool.cli.worker", "--link-fd", str(theirs.fileno())],
@@ -53,13 +53,18 @@ class WorkerProcess:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
+                env={**os.environ, "PYTHONSAFEPATH": "1"},  # a numpy.py in the working directory is not numpy
             )
+            self.pidfd = _pidfd(self.process)
+        except OSError:
+            self.link.close()
+            self.status.close()
+            raise
         finally:
             theirs.close()
         assert self.process.stderr is not None
         self.stderr_fd = self.process.stderr.fileno()
         os.set_blocking(self.stderr_fd, False)
-        self.pidfd = os.pidfd_open(self.process.pid)
         self.state, self.started_us = "starting", now_us
         self.failure, self.cannot_boot = "", False
         self.stderr.clear()
@@ -84,7 +89,7 @@ class WorkerProcess:
         assert served.layout is not None
         self.state = "binding"
         self.link.send(
-            messages.encode(messages.BIND, epoch=served.epoch, slots=served.layout.slots, sizes=list(self.spec.sizes)),
+            messages.encode(messages.BIND, slots=served.layout.slots),
             [served.segment.fd],
         )
 
@@ -99,11 +104,11 @@ class WorkerProcess:
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def read_stderr(self) -> bool:
-        """Pass on what it wrote to stderr, and keep the last lines; False at the end of file."""
+        """Pass on what it wrote to stderr, and keep the last lines; False at the end of file, or of what is there."""
         try:
             data = os.read(self.stderr_fd, 65_536)
         except BlockingIOError:
-            return True
+            return False
         if not data:
             return False
         *lines, self._partial = (self._partial + data).split(b"\n")
@@ -117,8 +122,9 @@ class WorkerProcess:
     def bury(self) -> int:
         """Reap the dead process and close all that belonged to it; its exit code, negative for a signal."""
         code = self.process.wait()
-        while select.select([self.stderr_fd], [], [], 0)[0] and self.read_stderr():
-            pass
+        for _ in range(STDERR_READS):
+            if not self.read_stderr():
+                break
         assert self.process.stderr is not None
         self.process.stderr.close()
         self.link.close()
@@ -126,6 +132,15 @@ class WorkerProcess:
         os.close(self.pidfd)
         self.state = "dead"
         return code
+
+
+def _pidfd(process: subprocess.Popen[bytes]) -> int:
+    try:
+        return os.pidfd_open(process.pid)
+    except OSError:
+        process.kill()
+        process.wait()
+        raise
 
 
 def describe_exit(code: int, stderr: deque[str]) -> str:

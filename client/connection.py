@@ -47,7 +47,7 @@ class Connection:
         self.endpoint = endpoint
         self.epoch = 0
         self.message_bytes_max = 0
-        self.arenas = link is not None
+        self.arenas = False
         self._socket = socket
         self._link = link
         self._monitor = socket.get_monitor_socket(_MONITORED) if link is None else None
@@ -193,17 +193,18 @@ def connect(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, wake_fd: int
     path = link_path(endpoint)
     link = None
     try:
-        token = b""
+        welcome: dict[str, Any] = {}
         if path is not None:
             link = Link.connect(path)
-            token = _welcome(link, end_s - time.monotonic())
+            welcome = _welcome(link, end_s - time.monotonic())
         connection = Connection(endpoint, _dealer(context, endpoint), link, wake_fd)
     except (OSError, zmq.ZMQError, LinkClosed, MalformedMessage) as error:
         if link is not None:
             link.close()
         raise BrokerLost(endpoint=endpoint, reason=getattr(error, "strerror", None) or str(error)) from None
     try:
-        _introduce(connection, token, end_s)
+        _introduce(connection, welcome.get("token", b""), end_s)
+        connection.arenas = welcome.get("arenas", False)
     except BaseException:
         connection.close()
         raise
@@ -228,9 +229,9 @@ def _dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socke
     return socket
 
 
-def _welcome(link: Link, timeout_s: float) -> bytes:
+def _welcome(link: Link, timeout_s: float) -> dict[str, Any]:
     link.send(messages.encode(messages.HELLO, role="client", version=messages.LINK_VERSION, pid=os.getpid()))
-    return bytes(_record(link, timeout_s, messages.WELCOME)["token"])
+    return _record(link, timeout_s, messages.WELCOME)
 
 
 def _introduce(connection: Connection, token: bytes, end_s: float) -> None:

@@ -26,7 +26,7 @@ class Exchange:
     """Open requests of one thread on one connection. Not thread-safe.
 
     A lost broker is never raised here: it finishes every open ticket with BrokerLost, and ``broken`` stays true.
-    Another thread may set ``closing`` and then write to the connection's wake descriptor: the next turn ends everything.
+    Another thread may set ``closing`` and then write to the connection's wake descriptor: the next turn ends all.
     """
 
     def __init__(self, connection: Connection) -> None:

@@ -47,7 +47,7 @@ class Forms:
                 fields = exchange.complete(ticket)
             except ModelUnavailable as error:
                 again_us = started_us + LOADING_PAUSE_US
-                if error.fields.get("state") != "loading" or again_us >= deadline_us:
+                if error.fields.get("reason") != "loading" or again_us >= deadline_us:
                     raise
                 exchange.rest(again_us)
                 continue

@@ -99,6 +99,8 @@ class Submitter:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
         self._signalled = False  # before the inbox is read: what comes later signals again
+        if self._stopping:  # looked at after the signal was taken, or the signal of ``close`` would be lost here
+            return
         while self._inbox:
             self._handle(self._inbox.popleft())
         if self._exchange is None:

@@ -95,8 +95,7 @@ class Link:
             LinkClosed: at the end of what the peer had sent before it went.
         """
         try:
-            # Not socket.recv_fds: it drops its flags (bpo-46390) and would block.
-            data, rights, _, _ = self._socket.recvmsg(RECORD_BYTES_MAX, _RIGHTS_BYTES, _RECEIVE)
+            data, rights, flags = self._receive_message()
         except BlockingIOError:
             return None
         except OSError as error:
@@ -105,7 +104,21 @@ class Link:
             for fd in _descriptors(rights):  # an empty record is no record, even if a peer sends descriptors with it
                 os.close(fd)
             raise LinkClosed("end of file")
-        return Packet(data, _descriptors(rights) if rights else [])
+        packet = Packet(data, _descriptors(rights) if rights else [])
+        if flags & socket.MSG_TRUNC:
+            for fd in packet.fds:
+                os.close(fd)
+            raise LinkClosed(f"a record of more than {RECORD_BYTES_MAX} bytes")
+        return packet
+
+    def _receive_message(self) -> tuple[bytes, list[tuple[int, int, bytes]], int]:
+        # Not socket.recv_fds: it drops its flags (bpo-46390) and would block.
+        try:
+            data, rights, flags, _ = self._socket.recvmsg(RECORD_BYTES_MAX, _RIGHTS_BYTES, _RECEIVE)
+        except ConnectionResetError:
+            # Told once, and before what the peer had sent, if it died with records of ours unread: unix(7).
+            data, rights, flags, _ = self._socket.recvmsg(RECORD_BYTES_MAX, _RIGHTS_BYTES, _RECEIVE)
+        return data, rights, flags
 
     def receive(self, timeout_s: float) -> Packet | None:
         """Wait up to ``timeout_s`` (rounded up to 1 ms) for a record; None if none came."""

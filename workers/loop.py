@@ -17,7 +17,7 @@ from mxpool.workers.backends import Backend
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 30.0  # a bound, not a period: a record or the end of the link wakes the loop at once
-BUSY_WAIT_S = 100e-6  # between two looks at a running batch; a tenth of a short batch on a device
+BUSY_WAIT_S = 100e-6  # between two looks at a running batch whose backend has no descriptor to wait on
 
 
 class Bound(NamedTuple):
@@ -58,7 +58,7 @@ def _serve(link: Link, backend: Backend, bound: Bound, status: memoryview, start
         if started and (len(started) >= backend.in_flight or backend.done()):
             link.send(_finish(backend, started.popleft()))
             continue
-        packet = _receive(link, busy=bool(started))
+        packet = _receive(link, backend, busy=bool(started))
         if packet is None:
             continue
         if packet.data[0] == STOP:
@@ -74,13 +74,15 @@ def _serve(link: Link, backend: Backend, bound: Bound, status: memoryview, start
         backend.start(run.slot, run.size)
 
 
-def _receive(link: Link, *, busy: bool) -> Packet | None:
-    """The next record; waits long for it when idle, and hardly when a batch may end meanwhile."""
+def _receive(link: Link, backend: Backend, *, busy: bool) -> Packet | None:
+    """The next record; None when a batch may have ended meanwhile, or nothing came for long."""
     if not busy:
         return link.receive(IDLE_WAIT_S)
-    # select, because poll waits for whole milliseconds.
-    readable, _, _ = select.select([link], [], [], BUSY_WAIT_S)
-    return link.receive_nowait() if readable else None
+    done_fd = backend.fileno()
+    # select, because poll waits for whole milliseconds; both descriptors were opened early, so they are small numbers.
+    watched = [link.fileno()] if done_fd is None else [link.fileno(), done_fd]
+    readable, _, _ = select.select(watched, [], [], BUSY_WAIT_S if done_fd is None else IDLE_WAIT_S)
+    return link.receive_nowait() if link.fileno() in readable else None
 
 
 def _refusal(run: Run, bound: Bound) -> RunFailed | None:

@@ -78,12 +78,15 @@ def _prepare(link: Link, spec: ModelSpec, environment: MutableMapping[str, str])
         backend = create(spec)
         loaded = backend.load(spec)
         report = {"backend": spec.backend, **loaded.report}
-        link.send(messages.encode(messages.SIGNATURE, signature=loaded.signature.to_wire(), report=report))
+        signature = loaded.signature.to_wire()
+        link.send(messages.encode(messages.SIGNATURE, signature=signature, sizes=list(loaded.sizes), report=report))
         fields, fd = _expect(link, messages.BIND)
-        bound = Bound(fields["slots"], tuple(fields["sizes"]))
+        bound = Bound(fields["slots"], loaded.sizes)
         begin_us = now_us()
-        report = {"in_flight": backend.in_flight, "graph": "off", **_bind(backend, loaded.signature, bound, fd)}
-        link.send(messages.encode(messages.READY, report={**report, "bind_us": now_us() - begin_us}))
+        report = {"graph": "off", **_bind(backend, loaded.signature, bound, fd)}
+        report["bind_us"] = now_us() - begin_us
+        in_flight, sizes = backend.in_flight, list(loaded.sizes)
+        link.send(messages.encode(messages.READY, in_flight=in_flight, sizes=sizes, report=report))
     except (LoadFailed, LinkClosed, _Stopped):
         raise
     except Exception as error:
@@ -95,7 +98,8 @@ def _prepare(link: Link, spec: ModelSpec, environment: MutableMapping[str, str])
 def _bind(backend: Backend, signature: Signature, bound: Bound, fd: int) -> dict[str, Any]:
     layout = SlotLayout(signature, bound.slots)
     segment = Segment(fd, layout.size_bytes)
-    return backend.bind([layout.views(segment.map, slot) for slot in range(bound.slots)], tuple(bound.sizes))
+    views = [layout.views(segment.map, slot) for slot in range(bound.slots)]
+    return backend.bind(memoryview(segment.map), views, tuple(bound.sizes))
 
 
 def _give_up(link: Link, error: LoadFailed) -> int:

@@ -90,9 +90,7 @@ class BrokerConfig(_Frozen):
         "see MX_BROKER_ENDPOINT",
         alias="endpoint",
     )
-    arenas: bool = _choice(
-        True, "true, false", "Whether clients on ipc may pass large frames in memory of their own."
-    )
+    arenas: bool = _choice(True, "true, false", "Whether clients on ipc may pass large frames in memory of their own.")
     arena_users: Users = _choice(
         tuple,
         "user names or uids",

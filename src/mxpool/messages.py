@@ -24,9 +24,9 @@ LINK_VERSION = 1
 
 HELLO = 1  # peer → broker {role: "worker" | "client", version, pid}
 LOAD = 2  # broker → worker {worker, model, spec}; descriptor: its status segment (8 bytes used)
-SIGNATURE = 3  # worker → broker {signature, report}
-BIND = 4  # broker → worker {epoch, slots, sizes}; descriptor: the slot segment
-READY = 5  # worker → broker {report}
+SIGNATURE = 3  # worker → broker {signature, sizes, report}
+BIND = 4  # broker → worker {slots}; descriptor: the slot segment
+READY = 5  # worker → broker {in_flight, sizes, report}: batches at once, batch sizes ascending
 RUN = 6  # broker → worker, fixed
 DONE = 7  # worker → broker, fixed
 STOP = 8  # broker → worker {}: finish what is started, unload, exit 0

@@ -120,6 +120,8 @@ def decode_request(data: bytes) -> Request:
 
 def readable_id(data: bytes) -> int:
     """The request id of a header that was refused, or 0 where none can be read. Raises nothing."""
+    if len(data) > HEADER_BYTES_MAX:
+        return 0  # not worth parsing: that is why it was refused
     try:
         fields = msgpack.unpackb(data)
         request_id = fields[2]

@@ -35,7 +35,7 @@ class Naive:
         self.retrying: list[Ticket] = []
         self.flying: dict[str, list[Batch]] = {}
         self.in_flight: dict[str, int] = {}
-        self.overdue: set[str] = set()
+        self.closed: set[str] = set()
         self.unreaped: dict[str, list[tuple[int, list[Ticket]]]] = {}
         self.memory: list[list[int]] = [[0] * max_rows for _ in range(slots)]
         self.dispatched: set[tuple[int, int]] = set()
@@ -199,7 +199,7 @@ class CoreMachine(RuleBasedStateMachine):
         naive = self.naive
         running = naive.flying.pop(worker)
         del naive.in_flight[worker]
-        naive.overdue.discard(worker)
+        naive.closed.discard(worker)
         naive.unreaped[worker] = []
         self.churn += 1
         failed: list[Ticket] = []
@@ -222,6 +222,13 @@ class CoreMachine(RuleBasedStateMachine):
         for ticket in answered:
             assert not ticket.live
             naive.end(ticket)
+
+    @precondition(lambda self: self.naive.in_flight)
+    @rule(data=st.data())
+    def worker_is_killed(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.naive.in_flight)))
+        self.core.roster.close(worker)
+        self.naive.closed.add(worker)
 
     @precondition(lambda self: self.naive.unreaped)
     @rule(data=st.data())
@@ -257,8 +264,8 @@ class CoreMachine(RuleBasedStateMachine):
             assert ticket.deadline_us <= now
             naive.end(ticket)
         for worker in core.roster.overdue(now, RUN_TIMEOUT_US):
-            assert naive.flying[worker] and worker not in naive.overdue
-            naive.overdue.add(worker)
+            assert naive.flying[worker] and worker not in naive.closed
+            naive.closed.add(worker)
         for ticket in core.retries(now):
             assert ticket.batch is not None and ticket.batch.tickets == [ticket] and ticket.row == 0
             self.place(ticket)
@@ -274,7 +281,7 @@ class CoreMachine(RuleBasedStateMachine):
             assert batch.size == min(size for size in self.sizes if size >= batch.rows)
             core.publish(batch, self.now)
         before = core.depth
-        idle = {seat.worker for seat in core.roster.seats() if not seat.running}
+        idle = {name for name, batches in self.naive.flying.items() if not batches} - self.naive.closed
         assigned = core.assign(self.now)
         for batch in assigned:
             before -= batch.live
@@ -284,12 +291,13 @@ class CoreMachine(RuleBasedStateMachine):
 
     def check_assigned(self, batch: Batch, idle: set[str]) -> None:
         naive, worker = self.naive, batch.worker
-        assert worker in naive.in_flight and worker not in naive.overdue
-        naive.flying[worker].append(batch)
-        assert len(naive.flying[worker]) <= naive.in_flight[worker]
+        assert worker in naive.in_flight and worker not in naive.closed
         if worker not in idle:
             assert batch.close in ("full", "delay", "drain")
             assert self.limits.per_worker or not idle
+            assert naive.flying[worker][-1].close != "retry", "a retry runs alone on its worker"
+        naive.flying[worker].append(batch)
+        assert len(naive.flying[worker]) <= naive.in_flight[worker]
         idle.discard(worker)
         assert (batch.slot, batch.generation) not in naive.dispatched
         naive.dispatched.add((batch.slot, batch.generation))
@@ -382,7 +390,7 @@ class CoreMachine(RuleBasedStateMachine):
             for worker, batches in list(naive.flying.items()):
                 for batch in list(batches):
                     self.complete(worker, batch)
-            for worker in list(naive.overdue):
+            for worker in list(naive.closed):
                 self.lose(worker, 0)
                 self.reap(worker)
             self.now += self.delay_us + 1

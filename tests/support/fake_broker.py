@@ -49,7 +49,7 @@ class Received(NamedTuple):
 
 
 class FakeBroker:
-    """Answers at once unless ``on_infer`` is set: then that is called for every INFER instead, in the broker's thread."""
+    """Answers at once, unless ``on_infer`` is set: then that is called for every INFER, in the broker's thread."""
 
     def __init__(self, endpoint: str, *, arenas: bool = True) -> None:
         self.endpoint = endpoint
@@ -204,7 +204,7 @@ class FakeBroker:
 
     def _read_socket(self) -> None:
         batches: dict[tuple[bytes, str], list[Received]] = {}
-        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+        while self._socket.poll(0):
             identity, header, *rest = self._socket.recv_multipart()
             request = wire.decode_request(header)
             if request.kind == wire.CANCEL:

@@ -17,9 +17,14 @@ from mxpool.tensors import Signature
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What ``load`` found: the signature, and a report of plain values for status and logs."""
+    """What ``load`` found: the signature, the batch sizes that it will run, and plain values for status and logs.
+
+    ``sizes`` are ascending, the last one holds ``max_batch_size`` rows: those of the spec unless the file or the device
+    allows fewer.
+    """
 
     signature: Signature
+    sizes: tuple[int, ...]
     report: dict[str, Any] = field(default_factory=dict)
 
 
@@ -47,14 +52,25 @@ class Backend(Protocol):
             LoadFailed: the model or the provider cannot be served; the process will exit.
         """
 
-    def bind(self, slots: Sequence[SlotViews], sizes: Sequence[int]) -> dict[str, Any]:
-        """Prepare every slot at every size, and run each size once; returns more of the report.
+    def bind(self, memory: memoryview, slots: Sequence[SlotViews], sizes: Sequence[int]) -> dict[str, Any]:
+        """Prepare every slot at every size of ``Loaded.sizes``; returns more of the report.
 
-        The views stay valid until ``unload`` returns. Raises LoadFailed as ``load`` does.
+        ``memory`` is the whole slot segment, page-aligned, in which the views of ``slots`` lie: a device registers it
+        once, as a whole. Both stay valid until ``unload`` returns. Warm up and check in memory of your own: the slots
+        may hold other workers' batches, and are neither read nor written here.
+
+        Raises:
+            LoadFailed: as ``load`` does.
         """
 
     def start(self, slot: int, size: int) -> None:
-        """Begin the batch that lies in ``slot``, at ``size`` rows (one of those bound)."""
+        """Begin the batch that lies in ``slot``, at ``size`` rows (one of those bound).
+
+        A failure that the process survives is kept for ``finish``; anything raised here means that it is sick.
+        """
+
+    def fileno(self) -> int | None:
+        """A descriptor that is readable while ``done`` is true, or None: then ``done`` is asked every 100 us."""
 
     def done(self) -> bool:
         """True if ``finish`` would not wait for the device."""

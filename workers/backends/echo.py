@@ -121,18 +121,23 @@ class EchoBackend:
         self.in_flight = options.in_flight
         names = ["y"] if len(inputs) == 1 else [f"y_{tensor.name}" for tensor in inputs]
         outputs = (TensorSpec(name, tensor.datatype, tensor.dims) for name, tensor in zip(names, inputs, strict=True))
-        return Loaded(Signature(inputs, tuple(outputs), spec.max_batch_size), {"backend": "echo"})
+        return Loaded(Signature(inputs, tuple(outputs), spec.max_batch_size), spec.sizes, {"backend": "echo"})
 
-    def bind(self, slots: Sequence[SlotViews], sizes: Sequence[int]) -> dict[str, Any]:
+    def bind(self, memory: memoryview, slots: Sequence[SlotViews], sizes: Sequence[int]) -> dict[str, Any]:
         """Keep the views; see Backend."""
+        del memory, sizes
         self._slots = slots
-        return {"sizes": list(sizes)}
+        return {}
 
     def start(self, slot: int, size: int) -> None:
         """Begin the batch's delay, after that of the batch before it."""
         started_us = now_us()
         self._due_us = max(self._due_us, started_us) + int(self._options.delay_ms * 1000)
         self._started.append((slot, size, started_us, self._due_us))
+
+    def fileno(self) -> int | None:
+        """None: see Backend."""
+        return None
 
     def done(self) -> bool:
         """True once the oldest batch's delay has passed and its gate is open."""

@@ -73,11 +73,10 @@ class OnnxRuntimeBackend:
             "runtime": f"onnxruntime {runtime.__version__}",
             "provider": PROVIDERS[spec.device_kind][0],
             "threads": spec.threads,
-            "sizes": list(self._sizes),
             "probed": probed,
             "load_us": now_us() - begin_us,
         }
-        return Loaded(self._signature, report)
+        return Loaded(self._signature, self._sizes, report)
 
     def _read_signature(self) -> tuple[Signature, bool]:
         spec, session = self._spec, self._session
@@ -115,12 +114,13 @@ class OnnxRuntimeBackend:
             raise ModelInvalid(path=self._spec.path, reason=f"it fails on zeros and on ones: {refusal}")
         return probes
 
-    def bind(self, slots: Sequence[SlotViews], sizes: Sequence[int]) -> dict[str, Any]:
+    def bind(self, memory: memoryview, slots: Sequence[SlotViews], sizes: Sequence[int]) -> dict[str, Any]:
         """Bind every slot at every size in place, and run each size once beside the slots; see Backend.
 
         Raises:
             LoadFailed: if a size cannot be run, or the runtime would not write to the slots.
         """
+        del memory  # the views are enough: the CPU registers nothing
         if not set(sizes) <= set(self._sizes):
             reason = f"the file allows {', '.join(map(str, self._sizes))}"
             raise NotServable(path=self._spec.path, what="batch sizes", name=str(list(sizes)), reason=reason)
@@ -171,6 +171,10 @@ class OnnxRuntimeBackend:
     def start(self, slot: int, size: int) -> None:
         """Note the batch; ``finish`` runs it."""
         self._started.append((slot, size))
+
+    def fileno(self) -> int | None:
+        """None: see Backend."""
+        return None
 
     def done(self) -> bool:
         """False: the work is done in ``finish``."""

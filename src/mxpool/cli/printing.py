@@ -23,15 +23,18 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print one table; numbers are aligned to the right, None is shown as a dash."""
-    table = Table(title=title, box=box.SIMPLE, title_justify="left", title_style="bold")
+    """Print one table under its title; numbers are aligned to the right, None is shown as a dash."""
+    table = Table(box=box.SIMPLE)
     listed = [list(row) for row in rows]
     for index, column in enumerate(columns):
         numeric = listed and all(isinstance(row[index], int | float) for row in listed if row[index] is not None)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in listed:
         table.add_row(*(_cell(value) for value in row))
-    console().print(table)
+    out = console()
+    if title:
+        out.print(title, style="bold", soft_wrap=True)
+    out.print(table)
 
 
 def _cell(value: Any) -> str:

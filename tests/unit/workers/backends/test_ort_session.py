@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnxruntime
+import pytest
+from worker_rig import make_spec
+
+from mxpool.errors import ModelInvalid, NotServable, ProviderUnavailable
+from mxpool.workers.backends import ort_session
+
+
+@pytest.mark.parametrize(
+    ("kind", "provider", "package"),
+    [("cuda", "CUDAExecutionProvider", "onnxruntime-gpu"), ("maca", "MACAExecutionProvider", "the vendor's")],
+)
+def test_a_provider_that_the_runtime_lacks_is_refused_with_what_is_there(
+    kind: str, provider: str, package: str
+) -> None:
+    if provider in onnxruntime.get_available_providers():
+        pytest.skip(f"this onnxruntime has {provider}")
+    with pytest.raises(ProviderUnavailable) as caught:
+        ort_session.import_runtime(kind)
+    text = caught.value.message
+    assert text.startswith(f"{provider} was asked for, ")
+    assert "CPUExecutionProvider" in text
+    assert package in text
+
+
+def test_a_missing_runtime_is_refused_with_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ProviderUnavailable, match=r"pip install mxpool\[cpu\]"):
+        ort_session.import_runtime("cpu")
+
+
+def test_a_session_that_fell_back_to_another_provider_is_refused() -> None:
+    session = SimpleNamespace(get_providers=lambda: ["CPUExecutionProvider"])
+    runtime = SimpleNamespace(InferenceSession=lambda *_, **__: session)
+    with pytest.raises(ProviderUnavailable, match="CUDAExecutionProvider was asked for, CPUExecutionProvider is there"):
+        ort_session.open_session(runtime, make_spec(device_kind="cuda"), None)
+
+
+def test_a_worker_uses_the_configured_threads_and_none_of_them_spins() -> None:
+    options = ort_session.session_options(onnxruntime, make_spec(threads=3))
+    assert (options.intra_op_num_threads, options.inter_op_num_threads) == (3, 1)
+    assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+    assert options.get_session_config_entry("session.inter_op.allow_spinning") == "0"
+
+
+def test_known_options_reach_the_session() -> None:
+    given: dict[str, Any] = {
+        "session.set_denormal_as_zero": True,
+        "session.dynamic_block_base": 4,
+        "enable_cpu_mem_arena": False,
+        "graph_optimization_level": "basic",
+    }
+    options = ort_session.session_options(onnxruntime, make_spec(options=given))
+    assert options.get_session_config_entry("session.set_denormal_as_zero") == "1"
+    assert options.get_session_config_entry("session.dynamic_block_base") == "4"
+    assert options.enable_cpu_mem_arena is False
+    assert options.graph_optimization_level == onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("session.set_denormals_as_zero", "1", "session.set_denormal_as_zero"),
+        ("session.optimized_model_filepath", "/tmp/x", "onnxruntime options are"),
+        ("enable_mem_pattern", "no", "'no' is not true or false"),
+        ("graph_optimization_level", "most", "'most' is not one of disable, basic, extended, all"),
+    ],
+)
+def test_an_option_that_the_runtime_would_ignore_is_refused_by_name(key: str, value: str, reason: str) -> None:
+    with pytest.raises(NotServable) as caught:
+        ort_session.session_options(onnxruntime, make_spec(options={key: value}))
+    assert f"option {key!r}" in caught.value.message
+    assert reason in caught.value.message
+
+
+@pytest.fixture
+def as_nobody() -> Iterator[None]:
+    """Not root while the test runs: root may read everything."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65_534)
+    yield
+    os.seteuid(0)
+
+
+@pytest.mark.usefixtures("as_nobody")
+def test_an_unreadable_file_is_refused_as_such() -> None:
+    with pytest.raises(ModelInvalid, match="Permission denied"):
+        ort_session.check_file("/proc/1/mem")
+
+
+def test_what_is_no_file_is_refused_with_what_it_is(tmp_path: Path) -> None:
+    fifo, empty = tmp_path / "fifo", tmp_path / "empty"
+    os.mkfifo(fifo)
+    empty.touch()
+    expected = {
+        fifo: "not a regular file",
+        empty: "is empty",
+        tmp_path: "is a directory",
+        tmp_path / "no": "No such file",
+    }
+    for path, reason in expected.items():
+        with pytest.raises(ModelInvalid, match=reason):
+            ort_session.check_file(str(path))
+    with pytest.raises(ModelInvalid, match="null"):
+        ort_session.check_file("a\0b")
+
+
+def test_a_message_of_many_lines_becomes_one_of_bounded_length() -> None:
+    assert ort_session.one_line(RuntimeError("a\n  b\tc")) == "a b c"
+    assert len(ort_session.one_line(RuntimeError("x" * 10_000))) == ort_session.REASON_CHARS_MAX
+    assert ort_session.one_line(RuntimeError()) == "RuntimeError"
