@@ -91,9 +91,10 @@ def reference(what: str) -> Iterator[str]:
         try:
             yield endpoint
         finally:
-            for child in psutil.Process(process.pid).children():
-                child.kill()
+            children = psutil.Process(process.pid).children()
             process.send_signal(signal.SIGKILL)
+            for child in children:
+                child.kill()
             process.wait()
             process.stdout.close()
 

@@ -93,7 +93,7 @@ class Control:
             raise errors.ModelUnavailable(model=name, reason=model.unavailable or "loading")
         return {
             "name": name,
-            "platform": model.config.backend or "onnxruntime",
+            "platform": model.report.get("backend", ""),
             "path": model.config.path,
             "state": model.state,
             "report": model.report,

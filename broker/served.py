@@ -90,7 +90,7 @@ class ServedModel:
         """Check, accept and place one request.
 
         Raises:
-            MxPoolError: nothing was accepted; counted as rejected (or expired).
+            MxPoolError: nothing was accepted; counted as rejected.
         """
         counters = self.counters
         counters.received += 1

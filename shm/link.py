@@ -58,8 +58,9 @@ class Link:
 
     @classmethod
     def connect(cls, path: str | Path) -> Link:
-        """Connect to a listening link socket; OSError if nothing listens there."""
+        """Connect to a listening link socket; OSError if nothing listens there, or if its backlog is full."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.setblocking(False)  # connect would wait for ever for a stopped broker with a full backlog
         try:
             connection.connect(str(path))
         except OSError:

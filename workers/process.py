@@ -77,21 +77,18 @@ def _prepare(link: Link, spec: ModelSpec, environment: MutableMapping[str, str])
         set_device(spec, environment)
         backend = create(spec)
         loaded = backend.load(spec)
-        report = {"backend": spec.backend, **loaded.report}
-        signature = loaded.signature.to_wire()
-        link.send(messages.encode(messages.SIGNATURE, signature=signature, sizes=list(loaded.sizes), report=report))
+        signature, sizes = loaded.signature.to_wire(), list(loaded.sizes)
+        link.send(messages.encode(messages.SIGNATURE, signature=signature, sizes=sizes, report=loaded.report))
         fields, fd = _expect(link, messages.BIND)
         bound = Bound(fields["slots"], loaded.sizes)
         begin_us = now_us()
         report = {"graph": "off", **_bind(backend, loaded.signature, bound, fd)}
         report["bind_us"] = now_us() - begin_us
-        in_flight, sizes = backend.in_flight, list(loaded.sizes)
-        link.send(messages.encode(messages.READY, in_flight=in_flight, sizes=sizes, report=report))
+        link.send(messages.encode(messages.READY, in_flight=backend.in_flight, sizes=sizes, report=report))
     except (LoadFailed, LinkClosed, _Stopped):
         raise
     except Exception as error:
-        log.exception("worker cannot load model=%s", spec.name)
-        raise LoadFailed(model=spec.name, reason=f"{type(error).__name__}: {error}") from None
+        raise LoadFailed(model=spec.name, reason=f"{type(error).__name__}: {error}") from error
     return backend, bound
 
 
@@ -105,7 +102,7 @@ def _bind(backend: Backend, signature: Signature, bound: Bound, fd: int) -> dict
 def _give_up(link: Link, error: LoadFailed) -> int:
     cannot_boot = isinstance(error, _CANNOT_BOOT)
     record = messages.encode(messages.LOAD_FAILED, **messages.error_fields(error), cannot_boot=cannot_boot)
-    log.error("worker cannot load: %s", error.message)
+    log.error("worker cannot load: %s", error.message, exc_info=error.__cause__)
     with contextlib.suppress(LinkClosed):
         link.send(record)
     return EXIT_CANNOT_BOOT if cannot_boot else EXIT_SICK

@@ -32,15 +32,15 @@ I64_MAX = 2**63 - 1
 
 
 def _number(default: Any, low: int, high: int, text: str, unit: str = "", shown: str = "") -> Any:
-    extra = {"unit": unit, "allowed": f"{low:_} to {high:_}", "default": shown, "reloadable": False}
-    return Field(default, ge=low, le=high, description=text, json_schema_extra=dict(extra))
+    extra: dict[str, Any] = {"unit": unit, "allowed": f"{low:_} to {high:_}", "default": shown, "reloadable": False}
+    return Field(default, ge=low, le=high, description=text, json_schema_extra=extra)
 
 
 def _choice(default: Any, allowed: str, text: str, shown: str = "", **limits: Any) -> Any:
-    extra = {"unit": "", "allowed": allowed, "default": shown, "reloadable": False}
+    extra: dict[str, Any] = {"unit": "", "allowed": allowed, "default": shown, "reloadable": False}
     if callable(default):
-        return Field(default_factory=default, description=text, json_schema_extra=dict(extra), **limits)
-    return Field(default, description=text, json_schema_extra=dict(extra), **limits)
+        return Field(default_factory=default, description=text, json_schema_extra=extra, **limits)
+    return Field(default, description=text, json_schema_extra=extra, **limits)
 
 
 def _tuple(value: Any) -> Any:

@@ -24,7 +24,6 @@ the same request may succeed later without a change.
     │   ├── Cancelled
     │   ├── RunFailed
     │   ├── WorkerDied
-    │   ├── AnswerTooSlow              the client did not read; its outbox was full
     │   └── BrokerLost
     ├── LoadFailed                 a model cannot be served
     │   ├── ModelInvalid
@@ -182,13 +181,6 @@ class WorkerDied(Unanswered):
     code = "worker_died"
     retryable = True
     template = "worker {worker} of model {model!r} died while running the request"
-
-
-class AnswerTooSlow(Unanswered):
-    """The client did not read its answers and was dropped."""
-
-    code = "answer_too_slow"
-    template = "{waiting} answers waited for this client (limit {limit}); it was dropped"
 
 
 class BrokerLost(Unanswered):

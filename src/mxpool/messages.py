@@ -96,10 +96,12 @@ def decode_done(data: bytes) -> Done:
     if status == 0 and len(data) == _DONE.size:
         return Done(epoch, slot, generation, graph, t_start_us, t_end_us, None)
     try:
-        code, message, fields = msgpack.unpackb(data[_DONE.size :])
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise MalformedMessage(reason=f"DONE with an unreadable error: {error}") from None
-    return Done(epoch, slot, generation, graph, t_start_us, t_end_us, (code, message, fields))
+        match msgpack.unpackb(data[_DONE.size :]):
+            case [str(code), str(message), dict(fields)]:
+                return Done(epoch, slot, generation, graph, t_start_us, t_end_us, (code, message, fields))
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
+        pass
+    raise MalformedMessage(reason="DONE with an unreadable error")
 
 
 def encode(kind: int, **fields: Any) -> bytes:

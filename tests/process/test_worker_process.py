@@ -30,8 +30,8 @@ def test_a_worker_says_hello_loads_binds_and_answers_batches_in_its_slots() -> N
         hello = rig.expect(messages.HELLO)
         assert hello == {"role": "worker", "version": messages.LINK_VERSION, "pid": rig.process.pid}
     with echo() as rig:
-        report = rig.ready()
-        assert report["in_flight"] == 1
+        ready = rig.ready()
+        assert (ready["in_flight"], ready["sizes"]) == (1, [1, 2, 4, 8])
         rig.views(1).inputs["x"][:3] = np.arange(12).reshape(3, 4)
         rig.run(slot=1, rows=3, size=4, generation=7, sequence=41)
         done = rig.done()
@@ -152,7 +152,7 @@ def test_options_that_mean_nothing_cannot_boot() -> None:
 @pytest.mark.parametrize(("kind", "provider"), [("cuda", "CUDAExecutionProvider"), ("maca", "MACAExecutionProvider")])
 def test_a_device_that_the_runtime_lacks_is_never_replaced_by_the_cpu(tmp_path: Path, kind: str, provider: str) -> None:
     if provider in onnxruntime.get_available_providers():
-        pytest.skip(f"this onnxruntime has {provider}")
+        pytest.skip(f"gpu: this onnxruntime has {provider}")
     with WorkerRig(make_spec(made_models.affine(tmp_path), device_kind=kind)) as rig:
         failure = rig.load_failure()
         assert (failure["code"], failure["cannot_boot"]) == ("provider_unavailable", True)
@@ -247,7 +247,7 @@ def test_a_worker_inherits_no_descriptor_but_its_link() -> None:
 @pytest.mark.parametrize("argument", ["0", "x", "77"])
 def test_a_descriptor_that_is_no_link_is_a_usage_error(argument: str) -> None:
     with WorkerRig(make_spec(backend="echo")) as rig:
-        command = [*rig.process.args[:-1], argument]  # type: ignore[misc]
+        command = [*rig.command[:-1], argument]
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert f"{argument} is not a link" in ended.stderr

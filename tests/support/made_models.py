@@ -36,10 +36,15 @@ def save(
     return str(path)
 
 
-def identity(folder: Path, kind: int = FLOAT, dims: Dims = ("N", 4), **versions: int) -> str:
+def identity(folder: Path, kind: int = FLOAT, dims: Dims = ("N", 4), *, opset: int = 17, ir: int = 8) -> str:
     """``y = x``."""
     return save(
-        folder, [helper.make_node("Identity", ["x"], ["y"])], [("x", kind, dims)], [("y", kind, dims)], **versions
+        folder,
+        [helper.make_node("Identity", ["x"], ["y"])],
+        [("x", kind, dims)],
+        [("y", kind, dims)],
+        opset=opset,
+        ir_version=ir,
     )
 
 

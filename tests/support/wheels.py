@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, files
+from importlib.metadata import files
 from pathlib import Path
-
-import pytest
 
 
 def model(distribution: str, ending: str) -> str:
-    """The path of the file of ``distribution`` whose name ends in ``ending``; skips the test if that is not installed.
+    """The path of the file of ``distribution`` whose name ends in ``ending``.
 
     The package is not imported: some of them bring a whole framework with them.
+
+    Raises:
+        PackageNotFoundError: if it is not installed (``pip install --no-deps`` is enough).
     """
-    try:
-        found = [entry for entry in files(distribution) or [] if str(entry).endswith(ending)]
-    except PackageNotFoundError:
-        pytest.skip(f"{distribution} is not installed")
+    found = [entry for entry in files(distribution) or [] if str(entry).endswith(ending)]
     return str(Path(str(found[0].locate())))
 
 

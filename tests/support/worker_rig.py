@@ -41,9 +41,9 @@ class WorkerRig:
         self.layout: SlotLayout
         self.stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
         with theirs:
-            command = [*prefix, sys.executable, "-m", "mxpool.cli.worker", "--link-fd", str(theirs.fileno())]
+            self.command = [*prefix, sys.executable, "-m", "mxpool.cli.worker", "--link-fd", str(theirs.fileno())]
             self.process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stderr=self.stderr, start_new_session=True, **popen
+                self.command, pass_fds=[theirs.fileno()], stderr=self.stderr, start_new_session=True, **popen
             )
 
     def __enter__(self) -> WorkerRig:
@@ -88,14 +88,13 @@ class WorkerRig:
         return self.expect(messages.LOAD_FAILED)
 
     def ready(self) -> dict[str, Any]:
-        """Up to READY: its report."""
+        """Up to READY: its fields."""
         signature, _ = self.load()
         self.layout = SlotLayout(signature, self.slots)
         self.segment = Segment.create(self.layout.size_bytes)
         record = messages.encode(messages.BIND, slots=self.slots)
         self.link.send(record, [self.segment.fd])
-        report: dict[str, Any] = self.expect(messages.READY)["report"]
-        return report
+        return self.expect(messages.READY)
 
     def views(self, slot: int) -> SlotViews:
         """The tensors of ``slot``, as broker and worker see them."""

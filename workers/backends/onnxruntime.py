@@ -121,9 +121,6 @@ class OnnxRuntimeBackend:
             LoadFailed: if a size cannot be run, or the runtime would not write to the slots.
         """
         del memory  # the views are enough: the CPU registers nothing
-        if not set(sizes) <= set(self._sizes):
-            reason = f"the file allows {', '.join(map(str, self._sizes))}"
-            raise NotServable(path=self._spec.path, what="batch sizes", name=str(list(sizes)), reason=reason)
         self._slots = slots
         warm_up_us = {size: self._warm_up(size) for size in sizes}
         if self._spec.fixed_input_buffers:

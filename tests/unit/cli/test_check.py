@@ -50,7 +50,7 @@ class Probe:
         self.asked.append((spec.name, spec.device_kind, spec.device_index, timeout_s))
         if spec.name == self.failing:
             raise ModelInvalid(path=spec.path, reason="no such file")
-        return Loaded(self.signature, report={"provider": "CPUExecutionProvider"})
+        return Loaded(self.signature, (8,), {"provider": "CPUExecutionProvider"})
 
 
 Check = Callable[..., Any]

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,8 +29,10 @@ class ScriptedBackend:
     def __init__(self, in_flight: int = 1, outcome: Callable[[int], Ran] | None = None) -> None:
         self.in_flight = in_flight
         self.calls: list[tuple[Any, ...]] = []
+        self.done_fd: int | None = None
         self.is_done: Callable[[], bool] = lambda: False
         self.on_start: Callable[[], None] = lambda: None
+        self.on_finish: Callable[[], None] = lambda: None
         self._outcome = outcome or (lambda count: Ran(count, count + 1, messages.GRAPH_HIT))
         self._finished = 0
         self.running = 0
@@ -37,7 +41,7 @@ class ScriptedBackend:
     def load(self, spec: ModelSpec) -> Loaded:
         raise NotImplementedError
 
-    def bind(self, slots: Any, sizes: Any) -> dict[str, Any]:
+    def bind(self, memory: Any, slots: Any, sizes: Any) -> dict[str, Any]:
         raise NotImplementedError
 
     def start(self, slot: int, size: int) -> None:
@@ -46,6 +50,9 @@ class ScriptedBackend:
         self.most_running = max(self.most_running, self.running)
         self.on_start()
 
+    def fileno(self) -> int | None:
+        return self.done_fd
+
     def done(self) -> bool:
         return self.is_done()
 
@@ -53,6 +60,7 @@ class ScriptedBackend:
         assert self.running > 0
         self.running -= 1
         self._finished += 1
+        self.on_finish()
         self.calls.append(("finish",))
         return self._outcome(self._finished)
 
@@ -144,6 +152,30 @@ def test_a_batch_that_is_done_is_answered_while_no_other_has_come() -> None:
         serve(worker, backend, BOUND, status_word())
         assert [done.slot for done in answers(broker)] == [0]
     assert next(polls, None) is None
+
+
+def test_a_backends_descriptor_wakes_the_loop_for_a_batch_that_is_done() -> None:
+    backend = ScriptedBackend(in_flight=2)
+    done_fd = backend.done_fd = os.eventfd(0)
+    polls = 0
+
+    def is_done() -> bool:
+        nonlocal polls
+        polls += 1
+        if polls == 1:  # the batch ends while the loop goes to wait
+            threading.Thread(target=os.eventfd_write, args=(done_fd, 1)).start()
+            return False
+        os.eventfd_read(done_fd)  # blocks for ever if the loop looked for another reason
+        return True
+
+    backend.is_done = is_done
+    with pair() as (broker, worker):
+        backend.on_finish = lambda: send(broker)
+        send(broker, a_run(0), stop=False)
+        serve(worker, backend, BOUND, status_word())
+        assert [done.slot for done in answers(broker)] == [0]
+    os.close(done_fd)
+    assert polls == 2
 
 
 def test_stop_finishes_what_is_started_and_leaves_later_runs_alone() -> None:

@@ -23,7 +23,7 @@ def test_a_provider_that_the_runtime_lacks_is_refused_with_what_is_there(
     kind: str, provider: str, package: str
 ) -> None:
     if provider in onnxruntime.get_available_providers():
-        pytest.skip(f"this onnxruntime has {provider}")
+        pytest.skip(f"gpu: this onnxruntime has {provider}")
     with pytest.raises(ProviderUnavailable) as caught:
         ort_session.import_runtime(kind)
     text = caught.value.message
