@@ -39,9 +39,7 @@ def model(name: str, folder: Path, **keys: Any) -> str:
 def frames(rows: int, count: int = 64) -> list[dict[str, Any]]:
     """Different frames of ranking's inputs."""
     rng = np.random.default_rng(0)
-    return [
-        {name: rng.random((rows, width), dtype=np.float32) for name, width in SHAPES.items()} for _ in range(count)
-    ]
+    return [{name: rng.random((rows, width), dtype=np.float32) for name, width in SHAPES.items()} for _ in range(count)]
 
 
 def cycle(items: list[Any], count: int) -> Iterator[Any]:
@@ -163,7 +161,7 @@ def big_frames() -> list[dict[str, Any]]:
 
 
 def many_clients(broker: RunningBroker, name: str, clients: int, seconds: float) -> Figures:
-    """Closed loop of ``clients`` clients with one request each, from raw sockets in one thread (its cost is not ours)."""
+    """Closed loop of ``clients`` clients with one request each: raw sockets in one thread, whose cost is not ours."""
     tensors = wire.encode_tensors([(tensor, "FP32", (1, width)) for tensor, width in SHAPES.items()])
     body = bytes(4 * sum(SHAPES.values()))
     context = zmq.Context()

@@ -13,7 +13,6 @@ import mmap
 import os
 import select
 import socket
-import sys
 import time
 
 import numpy as np
@@ -140,4 +139,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import signal
 import subprocess
 import sys
@@ -130,7 +129,7 @@ def main() -> int:
         finally:
             broker.send_signal(signal.SIGTERM)
             code = broker.wait(30)
-    left = [name for name in os.listdir("/dev/shm") if "mxpool" in name]
+    left = [path.name for path in Path("/dev/shm").glob("*mxpool*")]
     console.print(f"broker stopped with exit code {code}; left in /dev/shm: {left or 'nothing'}")
     return code or bool(left)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgpack
 
@@ -41,7 +41,7 @@ ARENA_DROP = 24  # client → broker {token}
 GRAPH_WORDS = ("off", "hit", "miss")
 GRAPH_OFF, GRAPH_HIT, GRAPH_MISS = 0, 1, 2
 
-_pack: Callable[[object], bytes] = msgpack.packb
+_pack = cast("Callable[[object], bytes]", msgpack.packb)
 _RUN = struct.Struct("<BQIIIIQ")
 _DONE = struct.Struct("<BQIIBBqq")
 

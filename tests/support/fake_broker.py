@@ -1,7 +1,7 @@
 """A scripted broker over real sockets: link, HELLO, metadata, and answers as a test says.
 
 In a thread: ``with FakeBroker(endpoint) as broker``. As a process: ``python fake_broker.py ENDPOINT``, which prints
-"ready". The model ``sum`` takes ``x`` [rows, 4] FP32 and answers ``y`` [rows] = row sums; ``ranking`` takes three
+"ready", and "silent" for every request for the model of that name, which is never answered. The model ``sum`` takes ``x`` [rows, 4] FP32 and answers ``y`` [rows] = row sums; ``ranking`` takes three
 tensors and answers ``score`` [rows, 1]; ``large`` takes ``x`` [rows, 40000] FP32 and answers ``y`` [rows].
 """
 
@@ -37,6 +37,7 @@ SIGNATURES = {
         128,
     ),
     "large": Signature((TensorSpec("x", "FP32", (40_000,)),), (TensorSpec("y", "FP32", ()),), 8),
+    "silent": Signature((TensorSpec("x", "FP32", (4,)),), (TensorSpec("y", "FP32", ()),), 8),
 }
 
 
@@ -53,7 +54,7 @@ class FakeBroker:
 
     def __init__(self, endpoint: str, *, arenas: bool = True) -> None:
         self.endpoint = endpoint
-        self.arenas = arenas
+        self.arenas = self.offers_arenas = arenas
         self.epoch = secrets.randbits(32)
         self.max_message_bytes = 64 * 1024 * 1024
         self.signatures = dict(SIGNATURES)
@@ -65,6 +66,7 @@ class FakeBroker:
         self.greetings = 0
         self.arena_maps: dict[bytes, mmap.mmap] = {}
         self.mute = False
+        self.greeting_error: MxPoolError | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._listener: socket.socket | None = None
@@ -80,6 +82,7 @@ class FakeBroker:
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.bind(self.endpoint)
+        self.endpoint = self._socket.last_endpoint.decode().rstrip("\0")
         if (path := link_path(self.endpoint)) is not None:
             path.unlink(missing_ok=True)
             self._listener = listen(path)
@@ -190,7 +193,9 @@ class FakeBroker:
         kind, fields = messages.decode(packet.data)
         if kind == messages.HELLO:
             link.send(
-                messages.encode(messages.WELCOME, epoch=self.epoch, token=b"t" * 16, version=1, arenas=self.arenas)
+                messages.encode(
+                    messages.WELCOME, epoch=self.epoch, token=b"t" * 16, version=1, arenas=self.offers_arenas
+                )
             )
         elif kind == messages.ARENA and self.arenas:
             token = secrets.token_bytes(16)
@@ -212,7 +217,9 @@ class FakeBroker:
             elif request.kind == wire.INFER:
                 received = Received(identity, request, rest[0] if rest else self._arena_body(request))
                 self.received.append(received)
-                if self.on_infer is not None:
+                if request.model == "silent":
+                    print("silent", flush=True)  # noqa: T201
+                elif self.on_infer is not None:
                     self.on_infer(received)
                 else:
                     batches.setdefault((identity, request.model), []).append(received)
@@ -230,6 +237,9 @@ class FakeBroker:
         verb = request.extensions.get("verb", "")
         if request.kind == wire.HELLO:
             self.greetings += 1
+            if self.greeting_error is not None:
+                self.send(identity, wire.encode_error(request.request_id, self.greeting_error))
+                return
             payload: dict[str, Any] = {
                 "version": 1, "epoch": self.epoch, "max_message_bytes": self.max_message_bytes
             }  # fmt: skip

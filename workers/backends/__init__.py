@@ -51,6 +51,7 @@ class Backend(Protocol):
         Raises:
             LoadFailed: the model or the provider cannot be served; the process will exit.
         """
+        ...
 
     def bind(self, memory: memoryview, slots: Sequence[SlotViews], sizes: Sequence[int]) -> dict[str, Any]:
         """Prepare every slot at every size of ``Loaded.sizes``; returns more of the report.
@@ -62,18 +63,22 @@ class Backend(Protocol):
         Raises:
             LoadFailed: as ``load`` does.
         """
+        ...
 
     def start(self, slot: int, size: int) -> None:
         """Begin the batch that lies in ``slot``, at ``size`` rows (one of those bound).
 
         A failure that the process survives is kept for ``finish``; anything raised here means that it is sick.
         """
+        ...
 
     def fileno(self) -> int | None:
         """A descriptor that is readable while ``done`` is true, or None: then ``done`` is asked every 100 us."""
+        ...
 
     def done(self) -> bool:
         """True if ``finish`` would not wait for the device."""
+        ...
 
     def finish(self) -> Ran:
         """Wait for the oldest started batch; its outputs then lie in its slot.
@@ -81,6 +86,8 @@ class Backend(Protocol):
         Raises:
             RunFailed: the runtime failed this batch and can go on. Any other error means that the process is sick.
         """
+        ...
 
     def unload(self) -> None:
         """Let go of every view and of the model. Nothing is in flight."""
+        ...

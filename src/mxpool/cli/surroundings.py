@@ -24,26 +24,33 @@ class Calls(Protocol):
 
     def infer(self, model: str, arrays: Mapping[str, npt.NDArray[Any]], *, timeout_s: float) -> Arrays:
         """One request and its answer."""
+        ...
 
     def push(
         self, model: str, frames: Iterable[Mapping[str, npt.NDArray[Any]]], *, in_flight: int, timeout_s: float
     ) -> Iterator[Arrays]:
         """Many requests, ``in_flight`` at once; answers in order."""
+        ...
 
     def status(self) -> dict[str, Any]:
         """The broker's counters, and those of its models and workers."""
+        ...
 
     def models(self) -> list[str]:
         """Names of the models."""
+        ...
 
     def metadata(self, model: str) -> dict[str, Any]:
         """Tensors and state of one model."""
+        ...
 
     def control(self, verb: str, model: str = "", **args: Any) -> dict[str, Any]:
         """One control request."""
+        ...
 
     def close(self) -> None:
         """Let go of the connection."""
+        ...
 
 
 class Found(Protocol):
@@ -52,10 +59,12 @@ class Found(Protocol):
     @property
     def signature(self) -> Signature:
         """Names, datatypes and dims."""
+        ...
 
     @property
     def report(self) -> dict[str, Any]:
         """More figures, by name."""
+        ...
 
 
 def _connect(at: str) -> Calls:

@@ -98,7 +98,7 @@ def test_another_dtype_is_refused_by_name_and_never_cast(tensor: str, value: Any
 
 
 def test_what_to_do_is_said_where_plain_values_do_not_fit() -> None:
-    with pytest.raises(InvalidTensor, match="pass numpy.asarray"):
+    with pytest.raises(InvalidTensor, match=r"pass numpy\.asarray"):
         FORM.check(arrays(x=1.5))
     with pytest.raises(InvalidTensor, match="'n'"):
         FORM.check(arrays(n=[[1], [1, 2]]))
