@@ -157,7 +157,7 @@ def single(broker: RunningBroker, name: str, count: int = 3000) -> Figures:
 def big_frames() -> list[dict[str, Any]]:
     """600 KB frames over a working set of 64 MB."""
     rng = np.random.default_rng(0)
-    return [{"x": rng.random((1, FRAME_FLOATS), dtype=np.float32)} for _ in range((64 << 20) // (4 * FRAME_FLOATS))]
+    return [{"frame": rng.random((1, FRAME_FLOATS), dtype=np.float32)} for _ in range((64 << 20) // (4 * FRAME_FLOATS))]
 
 
 def many_clients(broker: RunningBroker, name: str, clients: int, seconds: float) -> Figures:

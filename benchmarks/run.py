@@ -153,9 +153,8 @@ def main() -> None:
     asked = parser.parse_args()
     chosen = asked.case or every
     with tempfile.TemporaryDirectory(prefix="mxbench-") as folder:
-        subprocess.run(
-            [sys.executable, str(ROOT / "scripts/make_models"), folder, "overhead", "ranking", "frames"], check=True
-        )
+        made = [str(ROOT / "scripts/make_models"), folder, "overhead", "ranking", "frames"]
+        subprocess.run(made, check=True, stdout=subprocess.DEVNULL)
         bench = Bench(Path(folder), asked.quick)
         for repeat in range(asked.repeats):
             for name in chosen:

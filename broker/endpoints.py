@@ -43,7 +43,7 @@ class Endpoint:
         path = self._link_path
         if path is None:
             router.set(zmq.HEARTBEAT_IVL, int(heartbeat_s * 1000))
-            router.set(zmq.HEARTBEAT_TIMEOUT, int(heartbeat_s * 3000))
+            router.set(zmq.HEARTBEAT_TIMEOUT, int(heartbeat_s * 1000))  # libzmq's I/O thread answers, however busy
             self._bind(router)
             router.set(zmq.HEARTBEAT_IVL, 0)
             return

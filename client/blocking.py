@@ -22,6 +22,7 @@ from mxpool.client.pending import Piece
 from mxpool.client.push import Push
 from mxpool.client.results import Outputs
 from mxpool.client.submitter import Job, Submitter
+from mxpool.client.wakeup import Wakeup
 from mxpool.clock import now_us
 from mxpool.errors import (
     BatchTooLarge,
@@ -55,8 +56,8 @@ class Client:
         self.endpoint = endpoints.resolve(endpoint, os.environ)
         self._pid = os.getpid()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)  # readable once the client is closed
-        self._lock = threading.Lock()  # of the five below; never held during I/O
+        self._wakeup = Wakeup()  # readable once the client is closed
+        self._lock = threading.Lock()  # of the four below; never held during I/O
         self._callers = 0
         self._idle: list[Exchange] = []
         self._busy: set[Exchange] = set()
@@ -160,7 +161,7 @@ class Client:
             for exchange in self._busy:
                 exchange.closing = True
             last = not self._callers
-        os.eventfd_write(self._wake_fd, 1)
+        self._wakeup.set()
         for exchange in idle:
             exchange.close()
         if submitter is not None:
@@ -190,16 +191,19 @@ class Client:
         exchange = self._take(now_us() + timeout_us)
         try:
             form = self._forms.of(exchange, model, now_us() + timeout_us)
-            run = Push(exchange, model, frames, pieces, in_flight, timeout_us)
-            try:
-                yield from run.results()
-            except _STALE:
-                self._forms.forget(model)
-                raise
-            finally:
-                run.cancel()
+            yield from Push(exchange, model, frames, pieces, in_flight, timeout_us).results()
+        except _STALE:
+            self._forms.forget(model)
+            raise
+        except (MxPoolError, GeneratorExit):
+            raise
+        except BaseException:
+            exchange.broken = True  # stopped at an unknown point, perhaps between two frames of a message
+            raise
         finally:
-            self._give_back(exchange)
+            if os.getpid() == self._pid:  # else this generator is the copy that a fork left in a child
+                exchange.cancel_all()
+                self._leave(exchange)
 
     def _pieces(
         self, exchange: Exchange, model: str, arrays: Mapping[str, Any], deadline_us: int, *, in_arena: bool = True
@@ -225,14 +229,14 @@ class Client:
             exchange.broken = True  # stopped at an unknown point, perhaps between two frames of a message
             raise
         finally:
-            self._give_back(exchange)
+            self._leave(exchange)
 
     def _take(self, deadline_us: int) -> Exchange:
         """An exchange that no other thread uses: one that lay idle, or a new one."""
         self._check_usable()
         self._enter()
         try:
-            exchange = self._idle_exchange() or self._open(self._wake_fd, (deadline_us - now_us()) / 1e6)
+            exchange = self._idle_exchange() or self._open(self._wakeup, (deadline_us - now_us()) / 1e6)
         except BaseException:
             self._leave(None)
             raise
@@ -240,10 +244,6 @@ class Client:
             exchange.closing = self._closed.is_set()
             self._busy.add(exchange)
         return exchange
-
-    def _give_back(self, exchange: Exchange) -> None:
-        if os.getpid() == self._pid:  # else a generator that a fork left behind
-            self._leave(exchange)
 
     def _enter(self) -> None:
         with self._lock:
@@ -277,8 +277,8 @@ class Client:
                 return exchange
             exchange.close()
 
-    def _open(self, wake_fd: int, timeout_s: float) -> Exchange:
-        connection = connect(self._context, self.endpoint, wake_fd, timeout_s)
+    def _open(self, wakeup: Wakeup, timeout_s: float) -> Exchange:
+        connection = connect(self._context, self.endpoint, wakeup, timeout_s)
         if connection.epoch != self._epoch:
             self._epoch = connection.epoch
             self._forms.clear()
@@ -289,13 +289,14 @@ class Client:
             if self._closed.is_set():
                 raise ClientUnusable(CLOSED)
             if self._submitter is None:
-                self._submitter = Submitter(self._open)
+                self._submitter = Submitter(self._open, on_end=lambda: self._leave(None))
                 self._submitter.start()
+                self._callers += 1
             return self._submitter
 
     def _end(self) -> None:
+        """The last caller is out: no socket is open any more, and term does not wait."""
         self._context.term()
-        os.close(self._wake_fd)
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:

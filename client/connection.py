@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
@@ -12,11 +13,13 @@ import zmq
 
 from mxpool import errors, messages, wire
 from mxpool.client.results import Layouts, Outputs, split
-from mxpool.errors import BrokerLost, MalformedMessage
+from mxpool.client.wakeup import Wakeup
+from mxpool.errors import BrokerLost, MalformedMessage, MxPoolError
 from mxpool.shm.link import Link, LinkClosed, link_path
 
 CONNECT_MAX_S = 1.0  # a broker on this host welcomes within milliseconds
 TCP_HEARTBEAT_MS = 10_000
+LAST_ANSWERS_MS = 100
 WAIT_MAX_US = 3_600_000_000  # poll(2) takes an int of milliseconds
 
 _RECEIVE = int(zmq.NOBLOCK)  # plain integers: enum arithmetic costs as much as a send
@@ -43,7 +46,7 @@ class Connection:
     by itself, because a new broker knows none of its requests.
     """
 
-    def __init__(self, endpoint: str, socket: zmq.Socket[bytes], link: Link | None, wake_fd: int) -> None:
+    def __init__(self, endpoint: str, socket: zmq.Socket[bytes], link: Link | None, wakeup: Wakeup) -> None:
         self.endpoint = endpoint
         self.epoch = 0
         self.message_bytes_max = 0
@@ -54,7 +57,7 @@ class Connection:
         self._layouts = Layouts()
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(wake_fd, zmq.POLLIN)
+        self._poller.register(wakeup, zmq.POLLIN)
         if link is not None:
             self._poller.register(link.fileno(), zmq.POLLIN)
             _open_links.add(link)
@@ -98,7 +101,7 @@ class Connection:
         return bool(events & _READABLE)
 
     def wait(self, wait_us: int) -> bool:
-        """``readable``, after a wait of up to ``wait_us`` (rounded up to 1 ms), which ``wake_fd`` may cut short.
+        """``readable``, after a wait of up to ``wait_us`` (rounded up to 1 ms), which ``wakeup`` may cut short.
 
         Raises:
             BrokerLost: if the broker is gone and everything it had sent was received. Noticed only by waiting.
@@ -114,7 +117,13 @@ class Connection:
             if self._monitor in sources:
                 raise self.lost("disconnected")
         elif self._link is not None and self._link.fileno() in sources:
-            self._read_link(self._link)
+            try:
+                self._read_link(self._link)
+            except BrokerLost:
+                # The link's end may overtake answers that were sent before it.
+                if self._socket.poll(LAST_ANSWERS_MS):
+                    return True
+                raise
         return False
 
     def check(self) -> None:
@@ -161,16 +170,15 @@ class Connection:
             fields = _record(self._link, timeout_s, messages.ARENA_OK, messages.ARENA_REFUSED)
         except (LinkClosed, MalformedMessage) as error:
             raise self.lost(str(error)) from None
-        if "code" in fields:
-            raise errors.from_wire(fields["code"], fields["message"], fields["fields"])
         return bytes(fields["token"])
 
     def close(self) -> None:
         """Close everything; what was not sent is dropped. Closing twice is allowed."""
         if self._link is not None:
             self._link.close()
-        else:
+        if self._monitor is not None and not self._monitor.closed:
             self._socket.disable_monitor()
+            self._monitor.close(linger=0)
         self._socket.close(linger=0)
 
     def _read_link(self, link: Link) -> None:
@@ -182,8 +190,8 @@ class Connection:
             os.close(fd)  # the broker has none to give
 
 
-def connect(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, wake_fd: int, timeout_s: float) -> Connection:
-    """Open a connection and be greeted, within ``timeout_s`` and CONNECT_MAX_S. ``wake_fd`` cuts later waits short.
+def connect(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, wakeup: Wakeup, timeout_s: float) -> Connection:
+    """Open a connection and be greeted, within ``timeout_s`` and CONNECT_MAX_S. ``wakeup`` cuts later waits short.
 
     Raises:
         BrokerLost: if no broker answers there in time.
@@ -197,10 +205,12 @@ def connect(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, wake_fd: int
         if path is not None:
             link = Link.connect(path)
             welcome = _welcome(link, end_s - time.monotonic())
-        connection = Connection(endpoint, _dealer(context, endpoint), link, wake_fd)
-    except (OSError, zmq.ZMQError, LinkClosed, MalformedMessage) as error:
+        connection = Connection(endpoint, _dealer(context, endpoint), link, wakeup)
+    except (OSError, zmq.ZMQError, LinkClosed, MxPoolError) as error:
         if link is not None:
             link.close()
+        if isinstance(error, MxPoolError) and not isinstance(error, MalformedMessage):
+            raise
         raise BrokerLost(endpoint=endpoint, reason=getattr(error, "strerror", None) or str(error)) from None
     try:
         _introduce(connection, welcome.get("token", b""), end_s)
@@ -218,20 +228,25 @@ def _dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socke
     socket.sndhwm = 0  # bounded by what is in flight; a full pipe would otherwise look like a lost broker
     socket.rcvhwm = 0  # the broker's outbox is the limit
     socket.reconnect_ivl = -1
+    monitor = None
     if endpoint.startswith("tcp://"):
         socket.heartbeat_ivl = TCP_HEARTBEAT_MS
         socket.ipv6 = "[" in endpoint
+        monitor = socket.get_monitor_socket(_MONITORED)  # from before the connect: a refusal is told once
     try:
         socket.connect(endpoint)
     except BaseException:
+        if monitor is not None:
+            monitor.close(linger=0)
         socket.close()
         raise
     return socket
 
 
 def _welcome(link: Link, timeout_s: float) -> dict[str, Any]:
-    link.send(messages.encode(messages.HELLO, role="client", version=messages.LINK_VERSION, pid=os.getpid()))
-    return _record(link, timeout_s, messages.WELCOME)
+    with contextlib.suppress(LinkClosed):  # a broker that takes no more clients has said so already
+        link.send(messages.encode(messages.HELLO, role="client", version=messages.LINK_VERSION, pid=os.getpid()))
+    return _record(link, timeout_s, messages.WELCOME, messages.REFUSED)
 
 
 def _introduce(connection: Connection, token: bytes, end_s: float) -> None:
@@ -256,13 +271,15 @@ def _left_us(end_s: float) -> int:
 
 
 def _record(link: Link, timeout_s: float, *kinds: int) -> dict[str, Any]:
-    """Wait for the next record, which has to be of one of ``kinds``."""
+    """Wait for the next record, which has to be of one of ``kinds``; one with an error raises it."""
     packet = link.receive(timeout_s)
     if packet is None:
         raise LinkClosed(f"nothing on the link within {max(timeout_s, 0):.1f} s")
     kind, fields = messages.decode(packet.data)
     if kind not in kinds:
         raise MalformedMessage(reason=f"link record of kind {kind}, expected {kinds}")
+    if "code" in fields:
+        raise errors.from_wire(fields["code"], fields["message"], fields["fields"])
     return fields
 
 

@@ -102,6 +102,12 @@ class Exchange:
         """Finish ``ticket`` as cancelled and have the broker forget it; done tickets stay as they are."""
         self._send_cancels(self.pending.cancel(ticket))
 
+    def cancel_all(self) -> None:
+        """Finish every open request as cancelled, and have the broker forget them."""
+        self._send_cancels(self.pending.cancel_all())
+        while self.pending.refused:
+            self._release(self.pending.refused.popleft())
+
     def turn(self, until_us: int = 0) -> None:
         """Take in what has come, or wait for it up to ``until_us`` or the next deadline; then expire what is due."""
         if self.broken or self.closing:
@@ -187,6 +193,8 @@ class Exchange:
         self.connection.send(header, piece.body)
 
     def _send_cancels(self, ids: list[int]) -> None:
+        if self.broken:
+            return
         try:
             for request_id in ids:
                 self.connection.send(wire.encode_request(wire.CANCEL, request_id))

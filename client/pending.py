@@ -165,6 +165,10 @@ class Pending:
         """``abandon`` with the error Cancelled."""
         return self.abandon(ticket, Cancelled())
 
+    def cancel_all(self) -> list[int]:
+        """``cancel`` every open ticket."""
+        return [request_id for ticket in self._open() for request_id in self.cancel(ticket)]
+
     def expire(self, now_us: int) -> list[int]:
         """Finish every ticket whose deadline is ``now_us`` or earlier; returns the ids to cancel at the broker."""
         ids: list[int] = []
@@ -176,10 +180,14 @@ class Pending:
 
     def abandon_all(self, error: MxPoolError) -> None:
         """Finish every open ticket with an error like ``error``: no answer will come any more."""
-        for ticket in [*self._due, *(entry[2] for entry in self._due_early)]:
+        for ticket in self._open():
             self.abandon(ticket, type(error)(error.message, **error.fields))  # each caller raises an error of its own
         self._leaving.clear()
         self.refused.clear()
+
+    def _open(self) -> list[Ticket]:
+        tickets = [*self._due, *(entry[2] for entry in self._due_early)]
+        return [ticket for ticket in tickets if not ticket.done]
 
     def _finish(self, ticket: Ticket, outputs: Any, error: MxPoolError | None) -> None:
         ticket.done = True

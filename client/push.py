@@ -19,7 +19,7 @@ LOOK_EVERY_US = 200  # a look costs about two microseconds: one percent, and ans
 
 
 class Push:
-    """One run of ``push`` over one exchange. ``results`` is the generator; ``cancel`` ends what is still open."""
+    """One run of ``push`` over one exchange; what is open when ``results`` ends is the caller's to cancel."""
 
     def __init__(
         self,
@@ -63,13 +63,6 @@ class Push:
             if ready:
                 window.answered(ready)
                 self._refusals = 0
-
-    def cancel(self) -> None:
-        """Have the broker forget every request that is still open."""
-        for ticket in self._order:
-            self._exchange.cancel(ticket)
-        self._exchange.resend(self._model, 1)  # drops what was refused and is now cancelled
-        self._order.clear()
 
     def _fill(self) -> None:
         """Send while there is room, but not for longer than a look at the answers may wait."""

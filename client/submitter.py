@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import select
 import threading
 from collections import deque
@@ -14,19 +12,18 @@ from concurrent.futures import Future
 from mxpool.client.exchange import CLOSED, Exchange
 from mxpool.client.pending import Piece, Ticket
 from mxpool.client.results import Outputs
+from mxpool.client.wakeup import Wakeup
 from mxpool.clock import now_us
 from mxpool.errors import ClientUnusable, MxPoolError
 
 IDLE_US = 3_600_000_000
 JOIN_MAX_S = 5.0
 
-_log = logging.getLogger(__name__)
-
 
 class Job:
     """One submitted request: what is to be sent, and its future. ``ticket`` is there once it was sent."""
 
-    __slots__ = ("deadline_us", "future", "model", "pieces", "ticket", "timeout_us")
+    __slots__ = ("deadline_us", "future", "model", "pieces", "settled", "ticket", "timeout_us")
 
     def __init__(self, model: str, pieces: list[Piece], deadline_us: int, timeout_us: int) -> None:
         self.model = model
@@ -35,9 +32,13 @@ class Job:
         self.timeout_us = timeout_us
         self.future: Future[Outputs] = Future()
         self.ticket: Ticket | None = None
+        self.settled = False
 
     def settle(self, outputs: Outputs | None, error: MxPoolError | None) -> None:
-        """Complete the future, unless it was cancelled."""
+        """Complete the future, unless it was cancelled; only the first call counts."""
+        if self.settled:
+            return
+        self.settled = True
         if not self.future.set_running_or_notify_cancel():
             return
         if error is not None:
@@ -47,17 +48,20 @@ class Job:
 
 
 class Submitter:
-    """Runs from the first ``put`` to ``close``. ``connect`` opens an exchange whose waits the given descriptor ends.
+    """Runs from ``start`` to ``close``. ``connect`` opens an exchange whose waits the given wakeup cuts short.
 
-    The thread is a daemon: a program that returns from main without waiting for its futures is not held up.
+    ``on_end`` is called by the thread once it holds nothing any more. The thread is a daemon: a program that returns
+    from main without waiting for its futures is not held up.
     """
 
-    def __init__(self, connect: Callable[[int, float], Exchange]) -> None:
+    def __init__(self, connect: Callable[[Wakeup, float], Exchange], on_end: Callable[[], None]) -> None:
         self._connect = connect
+        self._on_end = on_end
         self._inbox: deque[Job] = deque()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = Wakeup()
         self._signalled = False
         self._stopping = False
+        self._ended = False
         self._exchange: Exchange | None = None
         self._thread = threading.Thread(target=self._run, name="mxpool-submit", daemon=True)
 
@@ -73,7 +77,7 @@ class Submitter:
     def close(self) -> None:
         """Stop; open futures fail with ClientUnusable. Waits for the thread, unless called by it."""
         self._stopping = True
-        self._wake()
+        self._wakeup.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_MAX_S)
 
@@ -82,11 +86,9 @@ class Submitter:
         self._inbox.append(job)
         if not self._signalled:
             self._signalled = True
-            self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # the thread has ended
-            os.eventfd_write(self._wake_fd, 1)
+            self._wakeup.set()
+        if self._ended:  # looked at after the job was put: either we see it, or the thread saw the job
+            self._refuse_all()
 
     def _run(self) -> None:
         try:
@@ -96,8 +98,7 @@ class Submitter:
             self._end()
 
     def _turn(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
+        self._wakeup.clear()
         self._signalled = False  # before the inbox is read: what comes later signals again
         if self._stopping:  # looked at after the signal was taken, or the signal of ``close`` would be lost here
             return
@@ -105,7 +106,7 @@ class Submitter:
             self._handle(self._inbox.popleft())
         if self._exchange is None:
             poll = select.poll()
-            poll.register(self._wake_fd, select.POLLIN)
+            poll.register(self._wakeup, select.POLLIN)
             poll.poll()
             return
         self._exchange.turn(now_us() + IDLE_US)
@@ -116,7 +117,7 @@ class Submitter:
             if self._exchange is not None:
                 self._exchange.cancel(job.ticket)
             return
-        if job.future.cancelled():
+        if job.settled or job.future.cancelled():
             job.settle(None, None)
             return
         try:
@@ -124,10 +125,13 @@ class Submitter:
         except MxPoolError as error:
             job.settle(None, error)
             return
+        except BaseException:  # the thread will end, and nobody else knows of this job
+            job.settle(None, ClientUnusable("the client's I/O thread failed"))
+            raise
         job.ticket = exchange.post(job.model, job.pieces, job.deadline_us, job.timeout_us, owner=job)
 
     def _open(self, timeout_s: float) -> Exchange:
-        self._exchange = self._connect(self._wake_fd, timeout_s)
+        self._exchange = self._connect(self._wakeup, timeout_s)
         return self._exchange
 
     def _settle(self, exchange: Exchange) -> None:
@@ -139,12 +143,16 @@ class Submitter:
             self._exchange = None
 
     def _end(self) -> None:
-        self._stopping = True
         if self._exchange is not None:
             self._exchange.close()
             self._settle(self._exchange)
-        while self._inbox:
-            job = self._inbox.popleft()
-            if job.ticket is None:
-                job.settle(None, ClientUnusable(CLOSED))
-        os.close(self._wake_fd)
+        self._ended = True
+        self._refuse_all()
+        self._on_end()
+
+    def _refuse_all(self) -> None:
+        with contextlib.suppress(IndexError):  # several threads may be at it
+            while True:
+                job = self._inbox.popleft()
+                if job.ticket is None:
+                    job.settle(None, ClientUnusable(CLOSED))

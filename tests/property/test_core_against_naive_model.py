@@ -130,9 +130,10 @@ class CoreMachine(RuleBasedStateMachine):
         except ShuttingDown:
             assert core.draining
         except QueueFull as error:
+            refusal = error.fields
             assert full
-            assert error.fields["depth"] > 0
-            assert 1 <= error.fields["retry_after_ms"] <= 1000
+            assert refusal["depth"] > 0
+            assert 1 <= refusal["retry_after_ms"] <= 1000
         else:
             assert not core.draining
             assert not full
@@ -213,7 +214,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.lose(worker, data.draw(st.integers(0, len(self.naive.flying[worker]))))
         else:  # before it was ready
             lost = self.core.worker_lost(worker, 0, self.now)
-            assert not (lost.returned or lost.failed or lost.again)
+            assert (lost.returned, lost.failed, lost.again) == ([], [], [])
             self.core.reaped(lost.incarnation)
 
     def lose(self, worker: str, begun: int) -> None:

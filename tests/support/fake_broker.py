@@ -1,8 +1,9 @@
 """A scripted broker over real sockets: link, HELLO, metadata, and answers as a test says.
 
 In a thread: ``with FakeBroker(endpoint) as broker``. As a process: ``python fake_broker.py ENDPOINT``, which prints
-"ready", and "silent" for every request for the model of that name, which is never answered. The model ``sum`` takes ``x`` [rows, 4] FP32 and answers ``y`` [rows] = row sums; ``ranking`` takes three
-tensors and answers ``score`` [rows, 1]; ``large`` takes ``x`` [rows, 40000] FP32 and answers ``y`` [rows].
+"ready". The model ``sum`` takes ``x`` [rows, 4] FP32 and answers ``y`` [rows] = row sums; ``large`` is the same with
+40,000 columns; ``ranking`` takes three tensors and answers ``score`` [rows, 1]; ``silent`` never answers, but prints
+its name for every request.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 import zmq
 
 from mxpool import messages, wire
-from mxpool.errors import MxPoolError, UnknownModel
+from mxpool.errors import MxPoolError, Rejected, UnknownModel
 from mxpool.shm.link import Link, LinkClosed, link_path, listen
 from mxpool.tensors import Signature, TensorSpec
 
@@ -66,6 +67,7 @@ class FakeBroker:
         self.greetings = 0
         self.arena_maps: dict[bytes, mmap.mmap] = {}
         self.mute = False
+        self.takes_clients = True
         self.greeting_error: MxPoolError | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -82,7 +84,9 @@ class FakeBroker:
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.bind(self.endpoint)
-        self.endpoint = self._socket.last_endpoint.decode().rstrip("\0")
+        bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(bound, bytes)
+        self.endpoint = bound.decode().rstrip("\0")
         if (path := link_path(self.endpoint)) is not None:
             path.unlink(missing_ok=True)
             self._listener = listen(path)
@@ -173,7 +177,13 @@ class FakeBroker:
                 self._calls.pop(0)()
         if self._listener is not None and self._listener.fileno() in ready:
             link = Link(self._listener.accept()[0])
-            self._links[link.fileno()] = link
+            if self.takes_clients:
+                self._links[link.fileno()] = link
+            else:
+                link.send(
+                    messages.encode(messages.REFUSED, **messages.error_fields(Rejected(reason="too many clients")))
+                )
+                link.close()
         for fd in [fd for fd in self._links if fd in ready]:
             self._read_link(fd)
         if self._socket in ready:

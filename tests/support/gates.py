@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import signal
 import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,6 +19,8 @@ import psutil
 from pool import Pool, wait_until
 
 Rows = npt.NDArray[Any]
+
+KILL_S = 5.0
 
 
 class Gate:
@@ -66,6 +73,29 @@ def wait_queued(pool: Pool, requests: int, model: str = "echo") -> None:
 def wait_ready(pool: Pool, model: str = "echo") -> None:
     """Wait until every worker of a model is ready."""
     wait_until(lambda: all(worker["state"] == "ready" for worker in pool.model(model)["workers"]), f"{model} ready")
+
+
+def kill(pid: int) -> None:
+    """SIGKILL, and wait for the end: a process that is dying may still take a byte out of a gate."""
+    with ends_of([pid]) as gone:
+        os.kill(pid, signal.SIGKILL)
+        assert gone(KILL_S), f"{pid} is still there"
+
+
+@contextlib.contextmanager
+def ends_of(pids: Sequence[int]) -> Iterator[Callable[[float], bool]]:
+    """Watches processes, which may be nobody's children; yields a wait, up to so many seconds, for the last one."""
+    fds = [os.pidfd_open(pid) for pid in pids]
+
+    def gone(timeout_s: float) -> bool:
+        end_s = time.monotonic() + timeout_s
+        return all(select.select([fd], [], [], max(end_s - time.monotonic(), 0))[0] for fd in fds)
+
+    try:
+        yield gone
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def zombies(pool: Pool) -> list[psutil.Process]:

@@ -131,12 +131,13 @@ class Pool:
         asked = f"ipc://{self.folder}/broker.sock" if endpoint is None else endpoint
         addresses = [asked] if isinstance(asked, str) else list(asked)
         self.tree = {"broker": {"endpoint": addresses, **(broker or {})}, "devices": devices or {}, "models": models}
-        self.endpoint = addresses[0]
+        self.endpoint, self.endpoints = addresses[0], addresses  # as bound, once the pool is ready
         self._prefix = [*prefix]
         self._environ = {**os.environ, **(environ or {}), TOKEN_VARIABLE: self.token}
         self._ready = list(models) if ready is None else list(ready)
         self._log_level = log_level
         self._client: Client | None = None
+        self._starts = 0
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Pool:
@@ -161,6 +162,7 @@ class Pool:
 
     def start(self) -> None:
         """Start the broker; again, if it has ended. Waits for nothing."""
+        self._starts += 1
         self.config_path.write_text(to_toml(self.tree))
         command = [*self._prefix, MX_BROKER, str(self.config_path), "--log-level", self._log_level]
         with self.log_path.open("ab") as log:
@@ -170,16 +172,19 @@ class Pool:
 
     def wait_ready(self, timeout_s: float = START_MAX_S) -> None:
         """Wait until the broker answers and every worker of the awaited models is ready."""
-        wait_until(self._is_ready, f"a ready pool; its log:\n{self.log()}", timeout_s)
-        found = re.findall(r"serving endpoints=(\S+)", self.log())
-        self.endpoint = found[-1].split(",")[0]
-        self.endpoints = found[-1].split(",")
+        try:
+            wait_until(self._is_ready, "a pool that is ready", timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; its log:\n{self.log()}") from None
 
     def _is_ready(self) -> bool:
         assert self.process is not None
         assert self.process.poll() is None, f"the broker ended with {self.process.returncode}:\n{self.log()}"
-        if "serving endpoints=" not in self.log():
+        found = re.findall(r"serving endpoints=(\S+)", self.log())
+        if len(found) < self._starts:
             return False
+        self.endpoints = found[-1].split(",")
+        self.endpoint = self.endpoints[0]
         try:
             models = self.stats()["models"]
         except MxPoolError:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,13 +39,13 @@ def test_good_arrays_pass_uncopied_in_the_models_order() -> None:
     assert joined(checked) == good["x"].tobytes() + good["n"].tobytes()
 
 
-STRIDED = {
+STRIDED: dict[str, Callable[[Any], Any]] = {
     "transposed": lambda x: np.ascontiguousarray(x.transpose(2, 1, 0)).transpose(2, 1, 0),
     "reversed": lambda x: x[::-1, ::-1],
     "every second": lambda x: np.repeat(x, 2, axis=1)[:, ::2],
     "fortran": np.asfortranarray,
     "broadcast": lambda x: np.broadcast_to(x[:1], x.shape),
-    "field of a structure": lambda x: np.rec.fromarrays([x, x], names="a,b")["a"],
+    "field of a structure": lambda x: np.repeat(x[..., None], 2, -1).view([("a", "f4"), ("b", "f4")])["a"][..., 0],
     "odd strides on axes of one": lambda x: np.lib.stride_tricks.as_strided(x[:1], (1, 3, 2), (7777, *x.strides[1:])),
 }
 
@@ -135,9 +136,9 @@ def test_missing_and_unknown_names_are_refused(given_arrays: dict[str, Any], sai
 def test_wrong_shapes_and_row_counts_are_refused_with_the_expected_shape(
     tensor: str, shape: tuple[int, ...], expected: str
 ) -> None:
-    dtype = np.float32 if tensor == "x" else np.int64
+    wrong: dict[str, Any] = {tensor: np.zeros(shape, np.float32 if tensor == "x" else np.int64)}
     with pytest.raises(InvalidTensor, match=f"expected {expected}"):
-        FORM.check(arrays(**{tensor: np.zeros(shape, dtype)}))
+        FORM.check({**arrays(), **wrong})
 
 
 def test_a_model_without_a_batch_axis_takes_arrays_of_its_dims() -> None:

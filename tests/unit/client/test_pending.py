@@ -124,6 +124,14 @@ def test_a_patient_request_still_fails_by_anything_else_and_by_its_deadline() ->
         refused.take()
 
 
+def test_all_that_are_open_are_cancelled_at_once() -> None:
+    pending = Pending()
+    tickets = [send(pending, 2), send(pending, deadline_us=3), send(pending)]
+    pending.answer(4, outputs(1))
+    assert sorted(pending.cancel_all()) == [1, 2, 3]
+    assert [type(ticket.error) for ticket in tickets] == [Cancelled, Cancelled, type(None)]
+
+
 def test_all_are_lost_at_once_and_each_raises_an_error_of_its_own() -> None:
     pending = Pending()
     tickets = [send(pending, 2), send(pending, deadline_us=3), send(pending, patient=True)]

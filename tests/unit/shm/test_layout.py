@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import mmap
 
 import numpy as np
@@ -14,7 +15,9 @@ DIMS = st.lists(st.integers(0, 700), max_size=2).map(tuple)
 SPECS = st.lists(st.tuples(st.sampled_from(sorted(DATATYPES)), DIMS), min_size=1, max_size=4)
 
 
-def signature(inputs: list[tuple[str, tuple[int, ...]]], outputs: list[tuple[str, tuple[int, ...]]], size: int) -> Signature:
+def signature(
+    inputs: list[tuple[str, tuple[int, ...]]], outputs: list[tuple[str, tuple[int, ...]]], size: int
+) -> Signature:
     def specs(prefix: str, rows: list[tuple[str, tuple[int, ...]]]) -> tuple[TensorSpec, ...]:
         return tuple(TensorSpec(f"{prefix}{i}", datatype, dims) for i, (datatype, dims) in enumerate(rows))
 
@@ -40,7 +43,7 @@ def test_every_tensor_has_whole_pages_of_its_own_and_the_segment_holds_them_exac
             pages = max(-(-spec.row_bytes * given_signature.max_rows // PAGE_BYTES), 1)
             extents.append((offset, offset + pages * PAGE_BYTES))
     assert extents[0][0] == 0
-    assert all(first[1] == second[0] for first, second in zip(extents, extents[1:], strict=False))
+    assert all(first[1] == second[0] for first, second in itertools.pairwise(extents))
     assert extents[-1][1] == layout.size_bytes == slots * layout.slot_bytes
 
 

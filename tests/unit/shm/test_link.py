@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from descriptors import open_fds
 
 from mxpool.shm.link import DESCRIPTORS_MAX, RECORD_BYTES_MAX, Link, LinkClosed, Packet, link_path, listen
 
@@ -20,10 +21,6 @@ def pair() -> Iterator[Pair]:
     yield ours, other
     ours.close()
     other.close()
-
-
-def open_fds() -> set[str]:
-    return {path.name for path in Path("/proc/self/fd").iterdir()}
 
 
 def test_records_keep_their_bounds_and_their_order(pair: Pair) -> None:
@@ -72,11 +69,12 @@ def test_what_was_sent_before_the_end_is_read_before_it(pair: Pair) -> None:
 def test_a_full_link_is_refused_without_blocking_and_loses_nothing_that_it_took(pair: Pair) -> None:
     ours, theirs = pair
     sent = 0
-    with pytest.raises(LinkClosed):
+    try:
         while True:
             ours.send(b"%d" % sent + bytes(4096))
             sent += 1
-    assert sent > 0
+    except LinkClosed:
+        assert sent > 0
     for number in range(sent):
         packet = theirs.receive_nowait()
         assert packet is not None
@@ -84,8 +82,7 @@ def test_a_full_link_is_refused_without_blocking_and_loses_nothing_that_it_took(
     assert theirs.receive_nowait() is None
 
 
-def test_descriptors_on_an_empty_record_are_closed(pair: Pair) -> None:
-    ours, _ = pair
+def test_descriptors_on_an_empty_record_are_closed() -> None:
     theirs, raw = Link.pair()
     before = open_fds()
     memory = os.memfd_create("x")

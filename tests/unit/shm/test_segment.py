@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from descriptors import open_fds
 
 from mxpool.errors import SharedMemoryShort
 from mxpool.shm.segment import SHM_DIRECTORY, Segment
@@ -14,10 +15,6 @@ SIZE = 3 * 4096
 
 def names() -> set[str]:
     return {path.name for path in Path(SHM_DIRECTORY).iterdir() if path.name.startswith("mxpool")}
-
-
-def open_fds() -> set[str]:
-    return {path.name for path in Path("/proc/self/fd").iterdir()}
 
 
 def test_a_segment_is_zero_mapped_reserved_and_has_no_name() -> None:
