@@ -148,7 +148,7 @@ class ServedModel:
         for ticket in (*core.retries(now), *core.refill(now)):
             memory.place(ticket, ticket.body)
             ticket.body = None
-        while True:
+        while core.depth:
             core.close_due(now)
             assigned = core.assign(now)
             if not assigned:

@@ -15,10 +15,11 @@ import zmq
 
 from mxpool import endpoint as endpoints
 from mxpool.client.backoff import pause_us
-from mxpool.client.connection import connect
 from mxpool.client.exchange import CLOSED, Exchange
 from mxpool.client.forms import Forms
+from mxpool.client.greeting import connect
 from mxpool.client.pending import Piece
+from mxpool.client.pool import Pool
 from mxpool.client.push import Push
 from mxpool.client.results import Outputs
 from mxpool.client.submitter import Job, Submitter
@@ -56,12 +57,8 @@ class Client:
         self.endpoint = endpoints.resolve(endpoint, os.environ)
         self._pid = os.getpid()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._wakeup = Wakeup()  # readable once the client is closed
-        self._lock = threading.Lock()  # of the four below; never held during I/O
-        self._callers = 0
-        self._idle: list[Exchange] = []
-        self._busy: set[Exchange] = set()
-        self._closed = threading.Event()
+        self._pool = Pool(self._open, on_empty=self._context.term)  # empty: no socket is open, and term does not wait
+        self._submitter_lock = threading.Lock()
         self._submitter: Submitter | None = None
         self._epoch = 0
         self._forms = Forms()
@@ -92,7 +89,7 @@ class Client:
                 if not error.retryable or attempt >= retries or again_us >= deadline_us:
                     raise
             attempt += 1
-            self._closed.wait((again_us - now_us()) / 1e6)
+            self._pool.pause(again_us - now_us())
 
     def push(
         self, model: str, frames: Iterable[Mapping[str, Any]], in_flight: int = 64, timeout_s: float = 30.0
@@ -120,7 +117,7 @@ class Client:
         """
         timeout_us = _timeout_us(timeout_s)
         deadline_us = now_us() + timeout_us
-        with self._borrowed(deadline_us) as exchange:
+        with self._lent(deadline_us) as exchange:
             pieces = self._pieces(exchange, model, arrays, deadline_us, in_arena=False)
         job = Job(model, pieces, deadline_us, timeout_us)
         self._submitting().put(job)
@@ -133,7 +130,7 @@ class Client:
             UnknownVerb, PermissionDenied, UnknownModel, MxPoolError: as the broker says.
         """
         timeout_us = _timeout_us(timeout_s)
-        with self._borrowed(now_us() + timeout_us) as exchange:
+        with self._lent(now_us() + timeout_us) as exchange:
             reply: dict[str, Any] = exchange.complete(exchange.ask(verb, model, timeout_us, arguments))
             return reply
 
@@ -153,24 +150,14 @@ class Client:
         """Close all connections. Calls that other threads are in end with ClientUnusable. Closing twice is allowed."""
         if os.getpid() != self._pid:
             return  # everything belongs to the parent
-        with self._lock:
-            if self._closed.is_set():
-                return
-            self._closed.set()
-            idle, self._idle, submitter = self._idle, [], self._submitter
-            for exchange in self._busy:
-                exchange.closing = True
-            last = not self._callers
-        self._wakeup.set()
-        for exchange in idle:
-            exchange.close()
-        if submitter is not None:
-            submitter.close()
-        if last:
-            self._end()
+        if self._pool.close():
+            with self._submitter_lock:
+                submitter = self._submitter
+            if submitter is not None:
+                submitter.close()
 
     def _infer(self, model: str, arrays: Mapping[str, Any], deadline_us: int, timeout_us: int) -> Outputs:
-        with self._borrowed(deadline_us) as exchange:
+        with self._lent(deadline_us) as exchange:
             pieces = self._pieces(exchange, model, arrays, deadline_us)
             try:
                 outputs: Outputs = exchange.complete(exchange.post(model, pieces, deadline_us, timeout_us))
@@ -188,7 +175,7 @@ class Client:
             except InvalidRequest:
                 return self._pieces(exchange, model, frame, now_us() + timeout_us)
 
-        exchange = self._take(now_us() + timeout_us)
+        exchange = self._pool.take(now_us() + timeout_us)
         try:
             form = self._forms.of(exchange, model, now_us() + timeout_us)
             yield from Push(exchange, model, frames, pieces, in_flight, timeout_us).results()
@@ -203,7 +190,7 @@ class Client:
         finally:
             if os.getpid() == self._pid:  # else this generator is the copy that a fork left in a child
                 exchange.cancel_all()
-                self._leave(exchange)
+                self._pool.leave(exchange)
 
     def _pieces(
         self, exchange: Exchange, model: str, arrays: Mapping[str, Any], deadline_us: int, *, in_arena: bool = True
@@ -218,64 +205,9 @@ class Client:
                 raise
             return exchange.pieces(changed, arrays, in_arena=in_arena)
 
-    @contextlib.contextmanager
-    def _borrowed(self, deadline_us: int) -> Iterator[Exchange]:
-        exchange = self._take(deadline_us)
-        try:
-            yield exchange
-        except MxPoolError:
-            raise
-        except BaseException:
-            exchange.broken = True  # stopped at an unknown point, perhaps between two frames of a message
-            raise
-        finally:
-            self._leave(exchange)
-
-    def _take(self, deadline_us: int) -> Exchange:
-        """An exchange that no other thread uses: one that lay idle, or a new one."""
+    def _lent(self, deadline_us: int) -> contextlib.AbstractContextManager[Exchange]:
         self._check_usable()
-        self._enter()
-        try:
-            exchange = self._idle_exchange() or self._open(self._wakeup, (deadline_us - now_us()) / 1e6)
-        except BaseException:
-            self._leave(None)
-            raise
-        with self._lock:
-            exchange.closing = self._closed.is_set()
-            self._busy.add(exchange)
-        return exchange
-
-    def _enter(self) -> None:
-        with self._lock:
-            if self._closed.is_set():
-                raise ClientUnusable(CLOSED)
-            self._callers += 1
-
-    def _leave(self, exchange: Exchange | None) -> None:
-        with self._lock:
-            self._callers -= 1
-            if exchange is not None:
-                self._busy.discard(exchange)
-                if not exchange.broken and not self._closed.is_set():
-                    self._idle.append(exchange)
-                    return
-            last = self._closed.is_set() and not self._callers
-        if exchange is not None:
-            exchange.close()
-        if last:
-            self._end()
-
-    def _idle_exchange(self) -> Exchange | None:
-        """The one used last whose broker is still there; None if there is none."""
-        while True:
-            with self._lock:
-                if not self._idle:
-                    return None
-                exchange = self._idle.pop()
-            exchange.check()
-            if not exchange.broken:
-                return exchange
-            exchange.close()
+        return self._pool.lent(deadline_us)
 
     def _open(self, wakeup: Wakeup, timeout_s: float) -> Exchange:
         connection = connect(self._context, self.endpoint, wakeup, timeout_s)
@@ -285,23 +217,17 @@ class Client:
         return Exchange(connection)
 
     def _submitting(self) -> Submitter:
-        with self._lock:
-            if self._closed.is_set():
-                raise ClientUnusable(CLOSED)
+        with self._submitter_lock:
             if self._submitter is None:
-                self._submitter = Submitter(self._open, on_end=lambda: self._leave(None))
+                self._pool.enter()
+                self._submitter = Submitter(self._open, on_end=lambda: self._pool.leave(None))
                 self._submitter.start()
-                self._callers += 1
             return self._submitter
-
-    def _end(self) -> None:
-        """The last caller is out: no socket is open any more, and term does not wait."""
-        self._context.term()
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
             raise ClientUnusable("a client cannot be used after a fork; make a new one in the child")
-        if self._closed.is_set():
+        if self._pool.closed:
             raise ClientUnusable(CLOSED)
 
 

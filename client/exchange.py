@@ -10,7 +10,8 @@ from typing import Any
 from mxpool import errors, wire
 from mxpool.client.arena import ARENA_BYTES, ARENA_MIN_BYTES, Arena
 from mxpool.client.arrays import Array, RequestForm, joined
-from mxpool.client.connection import HELLO_ID, Connection, Results
+from mxpool.client.connection import Connection, Results
+from mxpool.client.greeting import HELLO_ID
 from mxpool.client.pending import Pending, Piece, Ticket
 from mxpool.clock import now_us
 from mxpool.errors import BrokerLost, ClientUnusable, MxPoolError

@@ -75,8 +75,8 @@ class CoreMachine(RuleBasedStateMachine):
         slots=st.integers(1, 6),
         max_rows=st.integers(1, 8),
         delay_us=st.sampled_from([0, 0, 50, 300]),
-        max_queue_size=st.integers(1, 20),
-        max_queue_rows=st.integers(1, 60),
+        max_queue_size=st.sampled_from([1, 5, 20]),
+        max_queue_rows=st.sampled_from([3, 20, 60]),
         ready=st.dictionaries(st.sampled_from(WORKERS), st.tuples(st.integers(1, 2), st.booleans())),
     )
     def open(
@@ -157,7 +157,21 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.naive.tickets)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.sampled_from(self.naive.tickets[-12:]))
+        self.cancel_one(data.draw(st.sampled_from(self.naive.tickets[-12:])))
+
+    @precondition(lambda self: self.core.holders())
+    @rule(data=st.data())
+    def cancel_a_whole_batch(self, data: st.DataObject) -> None:
+        holders = self.core.holders()
+        for ticket in list(holders[data.draw(st.sampled_from(sorted(holders)))].tickets):
+            self.cancel_one(ticket)
+
+    @precondition(lambda self: self.naive.retrying)
+    @rule(data=st.data())
+    def cancel_a_retry(self, data: st.DataObject) -> None:
+        self.cancel_one(data.draw(st.sampled_from(self.naive.retrying)))
+
+    def cancel_one(self, ticket: Ticket) -> None:
         live = not self.naive.ends[ticket.request_id]
         assert self.core.drop(ticket) is live
         if live:
@@ -216,6 +230,16 @@ class CoreMachine(RuleBasedStateMachine):
             lost = self.core.worker_lost(worker, 0, self.now)
             assert (lost.returned, lost.failed, lost.again) == ([], [], [])
             self.core.reaped(lost.incarnation)
+
+    @precondition(lambda self: any(self.naive.flying.values()))
+    @rule(data=st.data())
+    def worker_dies_of_its_batch_and_comes_back(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from([name for name, batches in self.naive.flying.items() if batches]))
+        in_flight = self.naive.in_flight[worker]
+        self.lose(worker, 1)
+        self.reap(max(self.naive.unreaped))
+        self.ready(worker, in_flight, one_size=False)
+        self.step()
 
     def lose(self, worker: str, begun: int) -> None:
         naive = self.naive
@@ -312,6 +336,9 @@ class CoreMachine(RuleBasedStateMachine):
             assert batch.close in ("full", "delay", "drain")
             assert self.limits.per_worker or not idle
             assert naive.flying[worker][-1].close != "retry", "a retry runs alone on its worker"
+        if batch.close in ("idle", "delay"):
+            assert batch.closed_us >= batch.oldest_us + self.limits.max_queue_delay_us
+            assert batch.close == "idle" or self.limits.max_queue_delay_us > 0
         idle.discard(worker)
         naive.flying[worker].append(batch)
         assert len(naive.flying[worker]) <= naive.in_flight[worker]
@@ -373,6 +400,8 @@ class CoreMachine(RuleBasedStateMachine):
             for batch in (*opened, *lane.ready):
                 assert batch.live > 0
                 assert batch.lane is lane
+            part = len(core.slots) // max(len(naive.in_flight), 1)
+            assert lane.held_max == (max(part, 2) if self.limits.per_worker else len(core.slots))
             assert lane.held == len(opened) + len(lane.ready) + sum(batch.lane is lane for batch in running)
         states = dict(holders)
         assert len(states) == len(holders)
