@@ -134,3 +134,4 @@ class Door:
     def close(self) -> None:
         """Stop watching."""
         self._router.disable_monitor()
+        self._monitor.close(0)  # disabling only forgets it, and an open socket keeps the context from ending

@@ -30,7 +30,7 @@ from mxpool.errors import MxPoolError
 
 log = logging.getLogger(__name__)
 
-RECEIVE_BUDGET = 64  # messages a pass: half a millisecond in which no worker is served
+RECEIVE_BUDGET = 128  # messages a pass, about a millisecond in which no worker is served; more fill batches better
 BUSY_TIMER_US = 1_000  # under load, when nothing waits, timers are looked at this often
 OUTBOX_RETRY_US = 5_000  # ROUTER does not tell when a slow client has room again
 ABANDON_US = 10_000_000  # a worker that is still there 5 s after its SIGKILL hangs in the kernel

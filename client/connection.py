@@ -12,8 +12,8 @@ import zmq
 from mxpool import errors, messages, wire
 from mxpool.client.results import Layouts, Outputs, split
 from mxpool.client.wakeup import Wakeup
-from mxpool.errors import BrokerLost, MalformedMessage, MxPoolError
-from mxpool.shm.link import Link, LinkClosed, link_path
+from mxpool.errors import BrokerLost, MalformedMessage
+from mxpool.shm.link import Link, LinkClosed
 
 LAST_ANSWERS_MS = 100
 WAIT_MAX_US = 3_600_000_000  # poll(2) takes an int of milliseconds

@@ -12,7 +12,7 @@ import zmq
 from mxpool import errors, messages, wire
 from mxpool.client.connection import MONITORED, Connection, await_record
 from mxpool.client.wakeup import Wakeup
-from mxpool.errors import BrokerLost, MalformedMessage, MxPoolError
+from mxpool.errors import BrokerLost, DeadlineExceeded, MalformedMessage, MxPoolError
 from mxpool.shm.link import Link, LinkClosed, link_path
 
 CONNECT_MAX_S = 1.0  # a broker on this host welcomes within milliseconds
@@ -24,10 +24,20 @@ def connect(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, wakeup: Wake
     """Open a connection and be greeted, within ``timeout_s`` and CONNECT_MAX_S. ``wakeup`` cuts later waits short.
 
     Raises:
-        BrokerLost: if no broker answers there in time.
-        MxPoolError: if the broker refuses us, typed as it says. Nothing stays open in either case.
+        BrokerLost: if no broker answers there within CONNECT_MAX_S.
+        DeadlineExceeded: if ``timeout_s`` ended before that: it says nothing of the broker.
+        MxPoolError: if the broker refuses us, typed as it says. Nothing stays open in any case.
     """
-    end_s = time.monotonic() + min(timeout_s, CONNECT_MAX_S)
+    begin_s = time.monotonic()
+    try:
+        return _connect(context, endpoint, wakeup, begin_s + min(timeout_s, CONNECT_MAX_S))
+    except BrokerLost:
+        if timeout_s < CONNECT_MAX_S and time.monotonic() >= begin_s + timeout_s:
+            raise DeadlineExceeded(timeout_s=max(timeout_s, 0)) from None
+        raise
+
+
+def _connect(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, wakeup: Wakeup, end_s: float) -> Connection:
     path = link_path(endpoint)
     link = None
     try:

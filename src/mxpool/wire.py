@@ -97,25 +97,44 @@ def decode_request(data: bytes) -> Request:
         UnsupportedVersion: for another version, whatever follows it.
     """
     fields = _unpack(data)
+    if type(fields) is list and len(fields) == 8:
+        version, kind, request_id, model, deadline_us, rows, tensors, extensions = fields
+        if (  # one condition for what is right, and words only for what is not: this runs for every request
+            type(version) is type(kind) is type(request_id) is type(deadline_us) is type(rows) is int
+            and version == VERSION
+            and INFER <= kind <= HELLO
+            and 1 <= request_id <= U64_MAX
+            and type(model) is str
+            and len(model) <= MODEL_CHARS_MAX
+            and -I64_MAX <= deadline_us <= I64_MAX
+            and 0 <= rows <= ROWS_MAX
+            and type(tensors) is bytes
+            and type(extensions) is dict
+            and (not extensions or all(type(key) is str for key in extensions))
+        ):
+            return Request(kind, request_id, model, deadline_us, rows, tensors, extensions)
     _check_version(fields)
+    raise MalformedMessage(reason=_fault(fields))
+
+
+def _fault(fields: list[Any]) -> str:
+    """What is wrong with the fields of a request, which are not what ``decode_request`` takes."""
     if len(fields) != 8:
-        raise MalformedMessage(reason=f"a header has 8 fields, this one {len(fields)}")
-    _, kind, request_id, model, deadline_us, rows, tensors, extensions = fields
+        return f"a header has 8 fields, this one {len(fields)}"
+    _, kind, request_id, model, deadline_us, rows, tensors, _ = fields
     if not (type(kind) is int and INFER <= kind <= HELLO):
-        raise MalformedMessage(reason="kind is not one of 1 to 4")
+        return "kind is not one of 1 to 4"
     if not (type(request_id) is int and 1 <= request_id <= U64_MAX):
-        raise MalformedMessage(reason="request id is not an integer from 1 to 2^64-1")
+        return "request id is not an integer from 1 to 2^64-1"
     if not (type(model) is str and len(model) <= MODEL_CHARS_MAX):
-        raise MalformedMessage(reason=f"model is not a string of at most {MODEL_CHARS_MAX} characters")
+        return f"model is not a string of at most {MODEL_CHARS_MAX} characters"
     if not (type(deadline_us) is int and -I64_MAX <= deadline_us <= I64_MAX):
-        raise MalformedMessage(reason="deadline is not a signed 64-bit integer")
+        return "deadline is not a signed 64-bit integer"
     if not (type(rows) is int and 0 <= rows <= ROWS_MAX):
-        raise MalformedMessage(reason=f"rows is not an integer from 0 to {ROWS_MAX}")
+        return f"rows is not an integer from 0 to {ROWS_MAX}"
     if type(tensors) is not bytes:
-        raise MalformedMessage(reason="tensors is not a bin")
-    if type(extensions) is not dict or (extensions and not all(type(key) is str for key in extensions)):
-        raise MalformedMessage(reason="extensions is not a map with string keys")
-    return Request(kind, request_id, model, deadline_us, rows, tensors, extensions)
+        return "tensors is not a bin"
+    return "extensions is not a map with string keys"
 
 
 def readable_id(data: bytes) -> int:

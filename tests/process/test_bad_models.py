@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -165,9 +166,12 @@ def heavy(folder: Path) -> str:
     """A few milliseconds of matrix products for a batch of 8."""
     weight = np.random.default_rng(0).standard_normal((512, 512)).astype(np.float32) / 25
     names = ["x", *(f"t{number}" for number in range(15)), "y"]
-    nodes = [helper.make_node("MatMul", [a, "w"], [b]) for a, b in zip(names, names[1:], strict=False)]
-    ports = [("x", made_models.FLOAT, ["N", 512])], [("y", made_models.FLOAT, ["N", 512])]
-    return made_models.save(folder, nodes, *ports, [helper.make_tensor("w", made_models.FLOAT, [512, 512], weight)])
+    nodes = [helper.make_node("MatMul", [a, "w"], [b]) for a, b in itertools.pairwise(names)]
+    taken: list[made_models.Port] = [("x", made_models.FLOAT, ["N", 512])]
+    given: list[made_models.Port] = [("y", made_models.FLOAT, ["N", 512])]
+    return made_models.save(
+        folder, nodes, taken, given, [helper.make_tensor("w", made_models.FLOAT, [512, 512], weight)]
+    )
 
 
 def test_two_workers_are_not_slower_than_one(tmp_path: Path) -> None:
@@ -203,8 +207,9 @@ def growing(folder: Path) -> str:
         helper.make_node("Tile", ["x", "repeats"], ["y"]),
         helper.make_node("Identity", ["x"], ["z"]),
     ]
-    ports = [("x", made_models.FLOAT, ["N", 4])]
-    return made_models.save(folder, nodes, ports, [("y", made_models.FLOAT, ["N", "M"]), ("z", *ports[0][1:])], weights)
+    taken: list[made_models.Port] = [("x", made_models.FLOAT, ["N", 4])]
+    given: list[made_models.Port] = [("y", made_models.FLOAT, ["N", "M"]), ("z", made_models.FLOAT, ["N", 4])]
+    return made_models.save(folder, nodes, taken, given, weights)
 
 
 def test_an_output_that_outgrows_its_slot_is_an_error_and_writes_nothing_beside_it(tmp_path: Path) -> None:

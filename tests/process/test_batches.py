@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -207,15 +207,27 @@ def test_without_a_batch_axis_every_request_runs_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "what"),
+    ("make", "what", "reference"),
     [
-        (made_models.state_input, "input 'state' cannot be served: its batch axis is 1, not 0"),
-        (made_models.scalar_output, "output 'total' cannot be served: it is a scalar and has no batch axis"),
-        (made_models.transposed_output, "output 'y' cannot be served: its batch axis is 1, not 0"),
+        (
+            made_models.state_input,
+            "input 'state' cannot be served: its batch axis is 1, not 0",
+            lambda arrays: {"y": arrays["x"] + arrays["state"]},
+        ),
+        (
+            made_models.scalar_output,
+            "output 'total' cannot be served: it is a scalar and has no batch axis",
+            lambda arrays: {"y": arrays["x"], "total": arrays["x"].sum()},
+        ),
+        (
+            made_models.transposed_output,
+            "output 'y' cannot be served: its batch axis is 1, not 0",
+            lambda arrays: {"y": arrays["x"].T},
+        ),
     ],
 )
 def test_a_model_with_its_batch_axis_elsewhere_is_refused_by_name_and_served_one_at_a_time(
-    tmp_path: Path, make: Any, what: str
+    tmp_path: Path, make: Callable[[Path], str], what: str, reference: Callable[[dict[str, Rows]], dict[str, Any]]
 ) -> None:
     path = make(tmp_path)
     names = {"x": [3, 4], "state": [2, 3, 4]} if make is made_models.state_input else {"x": [3, 4]}
@@ -228,11 +240,7 @@ def test_a_model_with_its_batch_axis_elsewhere_is_refused_by_name_and_served_one
         assert what in pool.model("batched")["reason"]
         arrays = {name: np.random.default_rng(7).standard_normal(dims).astype("f4") for name, dims in names.items()}
         outputs = client.infer("single", arrays)
-        expected = {
-            made_models.state_input: lambda: {"y": arrays["x"] + arrays["state"]},
-            made_models.scalar_output: lambda: {"y": arrays["x"], "total": arrays["x"].sum()},
-            made_models.transposed_output: lambda: {"y": arrays["x"].T},
-        }[make]()
+        expected = reference(arrays)
         assert outputs.keys() == expected.keys()
         for name, array in expected.items():
             assert outputs[name].shape == np.shape(array)

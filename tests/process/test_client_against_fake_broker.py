@@ -516,6 +516,15 @@ class TestLoss:
         broker.mute = True
         started = time.monotonic()
         with pytest.raises(BrokerLost, match=r"nothing on the link within"):
+            client.infer("sum", frame(1))
+        assert time.monotonic() - started < LOST_MAX_S + 0.5
+
+    def test_a_timeout_that_ends_before_a_broker_could_be_lost_is_a_deadline(
+        self, broker: FakeBroker, client: Client
+    ) -> None:
+        broker.mute = True
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
             client.infer("sum", frame(1), timeout_s=0.2)
         assert time.monotonic() - started < LOST_MAX_S
 

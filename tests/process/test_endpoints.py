@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -154,7 +155,8 @@ def test_only_owner_and_group_may_connect(pool: Pool) -> None:
 
 def test_one_broker_serves_on_a_path_and_on_tcp(tmp_path: Path) -> None:
     folder = short_folder(tmp_path)
-    with Pool({"echo": echo()}, endpoint=[f"ipc://{folder}/a.sock", "tcp://127.0.0.1:0", f"ipc://{folder}/b.sock"]) as pool:
+    endpoint = [f"ipc://{folder}/a.sock", "tcp://127.0.0.1:0", f"ipc://{folder}/b.sock"]
+    with Pool({"echo": echo()}, endpoint=endpoint) as pool:
         for pool.endpoint in pool.endpoints:
             with pool.client() as client:
                 assert client.infer("echo", x(8))["y"][0, 0] == 8
@@ -167,8 +169,9 @@ def test_one_broker_serves_on_a_path_and_on_tcp(tmp_path: Path) -> None:
 
 def test_brokers_that_start_at_once_with_free_ports_never_collide() -> None:
     pools = [Pool({"echo": echo()}, endpoint="tcp://127.0.0.1:0") for _ in range(soak(20, 4))]
-    try:
+    with ExitStack() as stack:
         for pool in pools:
+            stack.push(pool)
             pool.start()
         for pool in pools:
             pool.wait_ready(60)
@@ -176,10 +179,6 @@ def test_brokers_that_start_at_once_with_free_ports_never_collide() -> None:
         for number, pool in enumerate(pools):
             with pool.client() as client:
                 assert client.infer("echo", x(number))["y"][0, 0] == number
-    finally:
-        for pool in pools:
-            with pool:
-                pass
 
 
 def test_a_tcp_port_that_is_taken_is_named(tmp_path: Path) -> None:

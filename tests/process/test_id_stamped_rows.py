@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,9 +189,13 @@ def test_many_clients_get_their_own_rows_while_workers_are_killed(tmp_path: Path
 def check_broker(pool: Pool) -> None:
     """Of the last broker: every request has one outcome, every slot is free, every row is accounted for."""
     for name in pool.tree["models"]:
-        wait_until(lambda n=name: pool.model(n)["queue_depth"] == 0, f"{name} is idle")
+        wait_until(partial(is_idle, pool, name), f"{name} is idle")
         found = pool.model(name)
         outcomes = ("ok", "rejected", "expired", "cancelled", "failed", "worker_died", "client_gone")
         assert found["received"] == sum(found[outcome] for outcome in outcomes), name
-        wait_until(lambda n=name: pool.model(n)["free_slots"] == found["slots"], f"all slots of {name} are free")
         assert found["stale_completions"] == 0
+
+
+def is_idle(pool: Pool, name: str) -> bool:
+    found = pool.model(name)
+    return bool(found["queue_depth"] == 0 and found["free_slots"] == found["slots"])

@@ -8,6 +8,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ LIGHT = (
 )  # fmt: skip
 TOKENS = ("input_ids", "attention_mask", "token_type_ids")
 VOCABULARY, SEQUENCE = 30_522, 16
+TOKEN_DIMS = {name: [SEQUENCE] for name in TOKENS}
 ALONE = 1e-5
 
 
@@ -80,9 +82,7 @@ CASES = {
     "recognition": Case(
         lambda _: wheels.model("rapidocr", "PP-OCRv6_rec_small.onnx"), 4, floats("x", 3, 48, 64), {"x": [3, 48, 64]}
     ),
-    "embedding": Case(
-        packaged(wheels.sentence_embedding), 4, token_rows, dict.fromkeys(TOKENS, [SEQUENCE]), coupled=True
-    ),
+    "embedding": Case(packaged(wheels.sentence_embedding), 4, token_rows, TOKEN_DIMS, coupled=True),
     "ranking": Case(made("ranking"), 32, ranking_rows),
     "overhead": Case(made("overhead"), 16, ranking_rows),
     "coupled": Case(made("coupled"), 8, floats("x", 16), coupled=True),
@@ -114,6 +114,10 @@ def close(left: Feeds, right: Feeds) -> bool:
     return left.keys() == right.keys() and all(
         np.allclose(left[name], right[name], rtol=ALONE, atol=ALONE) for name in right
     )
+
+
+def in_state(pool: Pool, name: str, state: str) -> bool:
+    return bool(pool.model(name)["state"] == state)
 
 
 @pytest.fixture(scope="module")
@@ -203,10 +207,10 @@ def test_a_token_out_of_range_fails_its_batch_and_no_other_and_the_worker_goes_o
     model = {
         "path": wheels.sentence_embedding(),
         "max_batch_size": 4,
-        "dims": dict.fromkeys(TOKENS, [SEQUENCE]),
+        "dims": TOKEN_DIMS,
         "max_queue_delay_us": 1_000_000,  # two requests of two rows fill a batch before that
     }
-    plain = session(model["path"])
+    plain = session(wheels.sentence_embedding())
     good, bad = token_rows(2, np.random.default_rng(4)), token_rows(2, np.random.default_rng(5))
     bad["input_ids"][1, 3] = VOCABULARY
     with Pool({"embedding": model}) as pool, pool.client() as client:
@@ -284,7 +288,7 @@ def test_an_output_that_is_no_tensor_is_refused_by_name() -> None:
     for max_batch_size in (0, 3):
         model = {"path": wheels.iris(), "max_batch_size": max_batch_size}
         with Pool({"iris": model}, ready=()) as pool:
-            wait_until(lambda p=pool: p.model("iris")["state"] == "unavailable", "a refusal")
+            wait_until(partial(in_state, pool, "iris", "unavailable"), "a refusal")
             reason = pool.model("iris")["reason"]
             assert "output 'probabilities' cannot be served" in reason
             assert wheels.iris() in reason
@@ -317,5 +321,5 @@ def test_image_models_give_the_outputs_that_their_authors_published() -> None:
     models = {name: {"path": wheels.light(name), "max_batch_size": 0} for name in LIGHT}
     with Pool(models, ready=()) as pool, pool.client() as client:
         for name in LIGHT:
-            wait_until(lambda n=name: pool.model(n)["state"] == "ready", name, timeout_s=60)
+            wait_until(partial(in_state, pool, name, "ready"), name, timeout_s=60)
             check_light(client, name)

@@ -225,7 +225,7 @@ def test_a_crash_loop_backs_off_and_is_given_up_with_the_last_words_while_others
             found = pool.stats()["models"]
             seen.setdefault(found["loop"]["workers"][0]["restarts"], time.monotonic())
             assert client.infer("echo", x(1))["y"][0, 0] == 1
-            return found["loop"]["state"] == found["abort"]["state"] == "unavailable"
+            return bool(found["loop"]["state"] == found["abort"]["state"] == "unavailable")
 
         wait_until(given_up, "both given up", timeout_s=40)
         assert sorted(seen) == [0, 1, 2, 3, 4]

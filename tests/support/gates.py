@@ -47,7 +47,8 @@ class Gate:
 def rows(*firsts: float, dtype: str = "float32", width: int = 4) -> Rows:
     """One row for each of ``firsts``, which is its first element; the others count up from it in hundredths."""
     column = np.array(firsts).reshape(-1, 1)
-    return (column + np.arange(width) * (0.01 if dtype.startswith("float") else 1)).astype(dtype)
+    found: Rows = (column + np.arange(width) * (0.01 if dtype.startswith("float") else 1)).astype(dtype)
+    return found
 
 
 def x(*firsts: float) -> dict[str, Rows]:

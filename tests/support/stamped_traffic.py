@@ -3,8 +3,8 @@
     stamped_traffic.py ENDPOINT CLIENT THREADS ROWS SEED MODEL...
 
 Row r of request s of thread c is (c, s, r), and the models answer 2x + 1. A thread stops when ROWS of its rows were
-answered right; whatever else became of a request is counted by its code, and its rows go into new requests. Even threads
-are clients made from docs/wire.md alone, which see every answer that comes; odd ones use the library. Lines on stdout::
+answered right; whatever else became of a request is counted by its code. Even threads are clients made from
+docs/wire.md alone, which see every answer that comes; odd ones use the library. Lines on stdout::
 
     {"rows": 512}                      so many rows more were answered right
     {"threads": [{"sent": …}, …]}      at the end: the tallies of all threads

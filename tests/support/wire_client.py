@@ -94,14 +94,14 @@ class WireClient:
         Raises:
             BrokerLost: at the end of the link, after all that had come before it.
         """
-        if not self._socket.get(zmq.EVENTS) & zmq.POLLIN:
-            ready = dict(self._poller.poll(timeout_s * 1000))
+        if not self._readable():
+            ready = dict(self._poller.poll(int(timeout_s * 1000)))
             if self._socket not in ready:
                 if ready:
                     self._read_link()
                 return []
         answers: list[Answer] = []
-        while self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+        while self._readable():
             answers += _answers(self._socket.recv_multipart())
         return answers
 
@@ -110,6 +110,10 @@ class WireClient:
         answers = self.receive(timeout_s)
         assert len(answers) == 1, answers
         return answers[0]
+
+    def _readable(self) -> bool:
+        events: Any = self._socket.getsockopt(zmq.EVENTS)
+        return bool(events & zmq.POLLIN)
 
     def _read_link(self) -> None:
         assert self._link is not None
