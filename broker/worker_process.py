@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -47,7 +48,10 @@ class WorkerProcess:
         self.link, theirs = Link.pair()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "mxpool.cli.worker", "--link-fd", str(theirs.fileno())],
+                [
+                    *(sys.executable, "-m", "mxpool.cli.worker", "--link-fd", str(theirs.fileno())),
+                    *("--log-level", logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -46,7 +46,7 @@ def probe(spec: ModelSpec, timeout_s: float) -> Loaded:
 
 def _spawn(link_fd: int, stderr: IO[bytes]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "mxpool.cli.worker", "--log-level", "ERROR", "--link-fd", str(link_fd)],
+        [sys.executable, "-m", "mxpool.cli.worker", "--log-level", "error", "--link-fd", str(link_fd)],
         pass_fds=[link_fd],
         stdin=subprocess.DEVNULL,
         stdout=stderr,

@@ -23,7 +23,6 @@ from mxpool.shm.layout import SlotLayout
 from mxpool.shm.link import Link, LinkClosed, Packet
 from mxpool.shm.segment import Segment
 from mxpool.spec import ModelSpec
-from mxpool.tensors import Signature
 from mxpool.workers.backends import Backend
 from mxpool.workers.backends.registry import create
 from mxpool.workers.loop import IDLE_WAIT_S, Bound, serve
@@ -62,16 +61,17 @@ def _run_worker(link: Link, environment: MutableMapping[str, str]) -> int:
     spec = ModelSpec.from_wire(fields["spec"])
     log.info("worker loads worker=%s model=%s path=%s", fields["worker"], spec.name, spec.path)
     try:
-        backend, bound = _prepare(link, spec, environment)
+        backend, bound, segment = _prepare(link, spec, environment)
     except LoadFailed as error:
         return _give_up(link, error)
     log.info("worker is ready worker=%s model=%s", fields["worker"], spec.name)
     serve(link, backend, bound, memoryview(status.map).cast("B").cast("Q"))
     backend.unload()
+    segment.close()  # after every view and binding, and before the process can serve something else
     return EXIT_STOPPED
 
 
-def _prepare(link: Link, spec: ModelSpec, environment: MutableMapping[str, str]) -> tuple[Backend, Bound]:
+def _prepare(link: Link, spec: ModelSpec, environment: MutableMapping[str, str]) -> tuple[Backend, Bound, Segment]:
     """Load, tell the signature, bind the slots that the broker then made; every failure is a LoadFailed."""
     try:
         set_device(spec, environment)
@@ -82,19 +82,19 @@ def _prepare(link: Link, spec: ModelSpec, environment: MutableMapping[str, str])
         fields, fd = _expect(link, messages.BIND)
         bound = Bound(fields["slots"], loaded.sizes)
         begin_us = now_us()
-        report = {"graph": "off", **_bind(backend, loaded.signature, bound, fd)}
+        layout = SlotLayout(loaded.signature, bound.slots)
+        segment = Segment(fd, layout.size_bytes)
+        report = {"graph": "off", **_bind(backend, layout, segment, bound)}
         report["bind_us"] = now_us() - begin_us
         link.send(messages.encode(messages.READY, in_flight=backend.in_flight, sizes=sizes, report=report))
     except (LoadFailed, LinkClosed, _Stopped):
         raise
     except Exception as error:
         raise LoadFailed(model=spec.name, reason=f"{type(error).__name__}: {error}") from error
-    return backend, bound
+    return backend, bound, segment
 
 
-def _bind(backend: Backend, signature: Signature, bound: Bound, fd: int) -> dict[str, Any]:
-    layout = SlotLayout(signature, bound.slots)
-    segment = Segment(fd, layout.size_bytes)
+def _bind(backend: Backend, layout: SlotLayout, segment: Segment, bound: Bound) -> dict[str, Any]:
     views = [layout.views(segment.map, slot) for slot in range(bound.slots)]
     return backend.bind(memoryview(segment.map), views, tuple(bound.sizes))
 

@@ -48,7 +48,7 @@ def short_folder(tmp_path: Path) -> str:
 def test_a_path_that_is_too_long_is_refused_by_config_check_and_start_alike(tmp_path: Path) -> None:
     path = f"/run/{'d' * 120}/broker.sock"
     text = refused(tmp_path, f"ipc://{path}", code=2)
-    assert path in text
+    assert path[:60] in text
     assert str(len(path) + len(".link")) in text
     assert str(UNIX_PATH_BYTES_MAX) in text
     checked = subprocess.run(
@@ -61,13 +61,17 @@ def test_a_path_that_is_too_long_is_refused_by_config_check_and_start_alike(tmp_
 def test_two_long_names_with_a_common_beginning_are_both_refused_and_never_shortened(tmp_path: Path) -> None:
     common = tmp_path / ("n" * 100)
     for name in ("a", "b"):
-        assert f"{common}{name}" in refused(tmp_path, f"ipc://{common}{name}", code=2)
+        text = refused(tmp_path, f"ipc://{common}{name}", code=2)
+        assert str(common)[:60] in text
+        assert str(UNIX_PATH_BYTES_MAX) in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml"]
 
 
 def test_a_model_name_of_200_characters_is_refused_by_name(tmp_path: Path) -> None:
     name = "m" * 200
-    assert name in refused(tmp_path, "ipc:///tmp/mxpool-never.sock", code=2, model=name)
+    text = refused(tmp_path, "ipc:///tmp/mxpool-never.sock", code=2, model=name)
+    assert name[:40] in text
+    assert "at most 64" in text
 
 
 # B3

@@ -63,6 +63,14 @@ def test_stop_before_a_model_is_loaded_exits_with_0() -> None:
         assert rig.exit_code() == 0
 
 
+def test_a_worker_without_a_model_exits_with_0_when_the_broker_is_gone() -> None:
+    with echo() as rig:
+        rig.expect(messages.HELLO)
+        rig.link.close()
+        assert rig.exit_code() == 0
+        assert rig.log() == ""
+
+
 def test_an_idle_worker_exits_with_0_at_once_when_the_broker_is_gone() -> None:
     with echo() as rig:
         rig.ready()
@@ -161,6 +169,22 @@ def test_a_device_that_the_runtime_lacks_is_never_replaced_by_the_cpu(tmp_path: 
         assert rig.exit_code() == 78
 
 
+def test_a_failure_of_the_machine_while_loading_is_told_and_may_be_retried() -> None:
+    with echo(gate="/nowhere/gate") as rig:
+        failure = rig.load_failure()
+        assert (failure["code"], failure["cannot_boot"]) == ("load_failed", False)
+        assert "FileNotFoundError" in failure["message"]
+        assert rig.exit_code() == 70
+        assert rig.log().count("Traceback") == 1
+
+
+def test_a_device_that_is_hidden_from_the_service_is_refused_before_a_runtime_is_loaded() -> None:
+    spec = make_spec(backend="echo", device_kind="cuda", device_index=1)
+    with WorkerRig(spec, env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"}) as rig:
+        assert "CUDA_VISIBLE_DEVICES=0 hides it" in rig.load_failure()["message"]
+        assert rig.exit_code() == 78
+
+
 def test_a_broken_file_cannot_boot_and_the_reason_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "broken.onnx"
     path.write_bytes(bytes(64))
@@ -201,6 +225,7 @@ def test_a_bad_token_fails_its_batch_and_the_next_batch_of_a_real_model_is_right
         error = rig.done().error
         assert error is not None
         assert "30522" in error[1]
+        assert "30522" not in rig.log()  # answered, and not written for every request as well
         views.inputs["input_ids"][...] = feeds["input_ids"]
         rig.run(0, 2, 2)
         assert rig.done().error is None
@@ -210,11 +235,16 @@ def test_a_bad_token_fails_its_batch_and_the_next_batch_of_a_real_model_is_right
         assert views.outputs["last_hidden_state"].tobytes() == session.run(None, feeds)[0].tobytes()
 
 
+ONE_CPU = ("taskset", "-c", str(min(os.sched_getaffinity(0))))
+
+
+@pytest.mark.parametrize("prefix", [(), ONE_CPU], ids=["all CPUs", "one CPU"])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_worker_has_its_configured_threads_and_one_that_watches_its_broker(tmp_path: Path, threads: int) -> None:
-    cpu = min(os.sched_getaffinity(0))
+def test_a_worker_has_its_configured_threads_and_one_that_watches_its_broker(
+    tmp_path: Path, threads: int, prefix: tuple[str, ...]
+) -> None:
     spec = make_spec(made_models.affine(tmp_path), threads=threads)
-    with WorkerRig(spec, prefix=["taskset", "-c", str(cpu)]) as rig:
+    with WorkerRig(spec, prefix=prefix) as rig:
         rig.ready()
         rig.run(0, 1, 1)
         assert rig.done().error is None
@@ -236,12 +266,15 @@ def test_an_idle_worker_uses_no_cpu_time(tmp_path: Path) -> None:
         assert after.user + after.system - before.user - before.system <= 0.01  # one tick of the clock
 
 
-def test_a_worker_inherits_no_descriptor_but_its_link() -> None:
+def test_a_worker_holds_one_link_and_passes_it_to_no_child() -> None:
     with echo() as rig:
-        rig.expect(messages.HELLO)
-        targets = [str(entry.readlink()) for entry in Path(f"/proc/{rig.process.pid}/fd").iterdir()]
-        sockets = [target for target in targets if target.startswith("socket:")]
-        assert len(set(sockets)) == 1
+        rig.ready()
+        proc = Path(f"/proc/{rig.process.pid}")
+        sockets = [entry for entry in (proc / "fd").iterdir() if str(entry.readlink()).startswith("socket:")]
+        assert len({str(entry.readlink()) for entry in sockets}) == 1
+        for entry in sockets:
+            fields = (proc / "fdinfo" / entry.name).read_text().split()
+            assert int(fields[fields.index("flags:") + 1], 8) & os.O_CLOEXEC
 
 
 @pytest.mark.parametrize("argument", ["0", "x", "77"])

@@ -446,6 +446,6 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 CoreMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 test_core_does_what_the_naive_model_does = CoreMachine.TestCase

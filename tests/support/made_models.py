@@ -108,6 +108,30 @@ def lying_output(folder: Path) -> str:
     return save(folder, nodes, [("x", FLOAT, ["N", 4])], [("y", FLOAT, ["N", 3])])
 
 
+def shrinking(folder: Path) -> str:
+    """``y = x`` as long as no value is above 1.5, else its first row alone."""
+    weights = [
+        helper.make_tensor("limit", FLOAT, [], [1.5]),
+        helper.make_tensor("one", INT64, [1], [1]),
+        helper.make_tensor("zero", INT64, [1], [0]),
+    ]
+    nodes = [
+        helper.make_node("ReduceMax", ["x"], ["largest"], keepdims=0),
+        helper.make_node("Greater", ["largest", "limit"], ["above"]),
+        helper.make_node("Shape", ["x"], ["rows"], start=0, end=1),
+        helper.make_node("Where", ["above", "one", "rows"], ["kept"]),
+        helper.make_node("Slice", ["x", "zero", "kept", "zero"], ["y"]),
+    ]
+    return save(folder, nodes, [("x", FLOAT, ["N", 4])], [("y", FLOAT, [None, 4])], weights)
+
+
+def never_runs(folder: Path) -> str:
+    """Reshapes rows of 4 into rows of 5."""
+    weights = [helper.make_tensor("shape", INT64, [2], [-1, 5])]
+    node = helper.make_node("Reshape", ["x", "shape"], ["y"])
+    return save(folder, [node], [("x", FLOAT, ["N", 4])], [("y", FLOAT, [None, 5])], weights)
+
+
 def unknown_operator(folder: Path) -> str:
     """Holds a node that no runtime knows."""
     node = helper.make_node("NoSuchOperator", ["x"], ["y"])

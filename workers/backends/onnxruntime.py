@@ -6,7 +6,6 @@ time that a second worker binds, slots hold other workers' batches.
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -211,7 +210,6 @@ class OnnxRuntimeBackend:
         self._bindings.clear()
         self._slots = ()
         self._session = None
-        gc.collect()  # NodeArg objects in cycles can keep the runtime's session alive
 
 
 def _zeros(shape: tuple[int, ...], spec: TensorSpec) -> npt.NDArray[Any]:

@@ -109,7 +109,6 @@ def session_options(runtime: Any, spec: ModelSpec) -> Any:
     # A set thread count also keeps the runtime from pinning threads, which fails in a cpuset of fewer CPUs.
     options.intra_op_num_threads = spec.threads
     options.inter_op_num_threads = 1
-    options.execution_mode = runtime.ExecutionMode.ORT_SEQUENTIAL
     options.log_severity_level = LOG_ERROR
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import signal
 import socket
 import sys
 from collections.abc import Sequence
+
+from mxpool.cli import logs
 
 UNASKED_THREADS = (
     "OPENBLAS_NUM_THREADS",  # numpy's BLAS starts a thread for each CPU on import; no worker uses it
@@ -34,7 +35,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--link-fd", dest="link", type=_inherited, required=True, metavar="N", help="inherited AF_UNIX SEQPACKET socket"
     )
-    parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    parser.add_argument("--log-level", default="info", choices=[level.value for level in logs.LogLevel])
     return parser.parse_args(argv)
 
 
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # The broker decides when a worker ends; a Ctrl-C at the terminal must not take workers before their requests.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(level=arguments.log_level, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    logs.set_up(logs.LogLevel(arguments.log_level))
     for variable in UNASKED_THREADS:
         os.environ.setdefault(variable, "1")
     from mxpool.shm.link import Link  # noqa: PLC0415

@@ -145,7 +145,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_ours_and_leaks_nothing(tmp_
     (tmp_path / "file").write_text("")
     made = router()
     before = open_fds()
-    with pytest.raises(EndpointInUse, match="broker.sock: "):
+    with pytest.raises(EndpointInUse, match=r"broker\.sock: "):
         bound(tmp_path / "file" / "broker.sock", made)
     assert open_fds() == before
 

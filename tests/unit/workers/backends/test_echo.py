@@ -39,12 +39,12 @@ def test_outputs_are_the_inputs_of_the_rows_that_run_and_no_others() -> None:
 
 
 def test_scale_and_offset_keep_each_tensors_datatype() -> None:
-    backend, views = bound(tensors="a:FP32:2,b:INT64:", scale=2, offset=1)
+    backend, views = bound(tensors="a:FP32:2,b:INT64:", scale=1.5, offset=1)
     views[0].inputs["a"][0] = [0.5, 3]
     views[0].inputs["b"][0] = 7
     run(backend, 0, 1)
-    assert views[0].outputs["y_a"][0].tolist() == [2, 7]
-    assert views[0].outputs["y_b"][0] == 15
+    assert views[0].outputs["y_a"][0].tolist() == [1.75, 5.5]
+    assert views[0].outputs["y_b"][0] == 11
     assert views[0].outputs["y_b"].dtype == np.int64
 
 

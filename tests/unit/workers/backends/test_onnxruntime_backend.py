@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import made_models
 import numpy as np
@@ -36,7 +36,7 @@ class Bound:
         self.layout = SlotLayout(self.signature, slots)
         self.memory = mmap.mmap(-1, self.layout.size_bytes)
         self.slots = [self.layout.views(self.memory, slot) for slot in range(slots)]
-        self.bind_report = self.backend.bind(memoryview(self.memory), self.slots, self.sizes)
+        self.bind_report = self.backend.bind(memoryview(self.memory), list(self.slots), self.sizes)
 
     def fill(self, slot: int, feeds: Arrays) -> None:
         """Write ``feeds`` as the first rows, zeros behind them."""
@@ -167,6 +167,65 @@ def test_an_output_of_another_shape_than_bound_is_an_error_and_leaves_the_neighb
         Bound(made_models.lying_output(tmp_path))
 
 
+@pytest.mark.parametrize("fixed", [True, False], ids=["in place", "fresh arrays"])
+def test_an_output_that_changes_its_shape_at_run_time_fails_the_batch_and_is_never_spread(
+    tmp_path: Path, fixed: bool
+) -> None:
+    bound = Bound(made_models.shrinking(tmp_path), max_batch_size=2, fixed_input_buffers=fixed)
+    for views in bound.slots:
+        views.outputs["y"][...] = -7
+    bound.fill(0, {"x": np.full((2, 4), 2, np.float32)})
+    with pytest.raises(RunFailed):
+        bound.run(0, 2)
+    assert all((views.outputs["y"] == -7).all() for views in bound.slots)
+    bound.fill(0, {"x": np.full((2, 4), 1, np.float32)})
+    assert (bound.run(0, 2)["y"] == 1).all()
+
+
+class WatchedSession(onnxruntime.InferenceSession):  # type: ignore[misc]
+    """Keeps what the last ``run`` was fed with."""
+
+    fed: ClassVar[Arrays] = {}
+
+    def run(self, names: Any, feeds: Arrays, options: Any = None) -> Any:
+        type(self).fed = feeds
+        return super().run(names, feeds, options)
+
+
+def test_fresh_arrays_share_no_memory_with_the_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnxruntime, "InferenceSession", WatchedSession)
+    bound = Bound(made_models.affine(tmp_path), fixed_input_buffers=False)
+    bound.run(1, 4)
+    assert WatchedSession.fed["x"].shape == (4, 4)
+    assert not np.shares_memory(WatchedSession.fed["x"], bound.slots[1].inputs["x"])
+
+
+class DriftingSession(onnxruntime.InferenceSession):  # type: ignore[misc]
+    """A runtime that puts its outputs elsewhere than it was told to."""
+
+    def io_binding(self) -> Any:
+        binding, elsewhere = super().io_binding(), np.zeros(64, np.float32)
+
+        def bind_output(name: str, device: str, index: int, kind: Any, shape: Any, _: int) -> None:
+            type(binding).bind_output(binding, name, device, index, kind, shape, elsewhere.ctypes.data)
+
+        binding.bind_output = bind_output
+        return binding
+
+
+def test_a_runtime_that_does_not_write_to_the_slots_is_found_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnxruntime, "InferenceSession", DriftingSession)
+    with pytest.raises(NotServable, match=r"output 'y' .*does not write it to the memory"):
+        Bound(made_models.affine(tmp_path))
+
+
+def test_a_model_that_fails_on_whatever_it_is_given_is_refused_with_the_runtimes_reason(tmp_path: Path) -> None:
+    with pytest.raises(ModelInvalid, match=r"fails on zeros and on ones: .*Reshape"):
+        Bound(made_models.never_runs(tmp_path))
+
+
 def test_two_sizes_alternate_without_a_trace_of_each_other() -> None:
     bound = Bound(wheels.text_detection(), slots=1, dims={"x": (3, 32, 32)}, max_batch_size=2)
     feeds = [random_rows(bound.signature, 1), random_rows(bound.signature, 2)]
@@ -263,6 +322,7 @@ def broken_files(folder: Path) -> dict[str, str]:
     return {**made, "directory": str(folder), "missing": str(folder / "no.onnx")}
 
 
+PLAIN_REASONS = {"empty": "it is empty", "directory": "it is a directory", "missing": "No such file or directory"}
 BROKEN = [
     "empty",
     "zeros",
@@ -284,6 +344,7 @@ def test_a_broken_file_is_refused_with_its_path_and_one_line(tmp_path: Path, kin
         OnnxRuntimeBackend().load(make_spec(path))
     assert caught.value.message.startswith(f"model file {path}: ")
     assert "\n" not in caught.value.message
+    assert PLAIN_REASONS.get(kind, "") in caught.value.message
 
 
 def test_a_graph_that_is_required_is_refused_on_the_cpu(tmp_path: Path) -> None:

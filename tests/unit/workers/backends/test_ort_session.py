@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 from worker_rig import make_spec
 
-from mxpool.errors import ModelInvalid, NotServable, ProviderUnavailable
+from mxpool.errors import LoadFailed, ModelInvalid, NotServable, ProviderUnavailable
 from mxpool.workers.backends import ort_session
 
 
@@ -45,11 +45,21 @@ def test_a_session_that_fell_back_to_another_provider_is_refused() -> None:
         ort_session.open_session(runtime, make_spec(device_kind="cuda"), None)
 
 
+def test_a_model_that_does_not_fit_into_memory_may_be_tried_again() -> None:
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    with pytest.raises(LoadFailed, match="not enough memory") as caught:
+        ort_session.open_session(SimpleNamespace(InferenceSession=no_memory), make_spec(), None)
+    assert type(caught.value) is LoadFailed  # its subclasses mean: never as it is
+
+
 def test_a_worker_uses_the_configured_threads_and_none_of_them_spins() -> None:
     options = ort_session.session_options(onnxruntime, make_spec(threads=3))
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (3, 1)
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
     assert options.get_session_config_entry("session.inter_op.allow_spinning") == "0"
+    assert options.log_severity_level == ort_session.LOG_ERROR
 
 
 def test_known_options_reach_the_session() -> None:
