@@ -175,6 +175,8 @@ class ClientBook:
         client.gone = True
         if self.by_identity.get(client.identity) is client:
             del self.by_identity[client.identity]
+            if client.peer is not None:
+                self.ghosts.add(client.identity)
 
     def receive(self, peer: Peer) -> tuple[int, dict[str, Any], list[int]] | None:
         """The next record of a client's link with its descriptors, or None; LinkClosed at its end or for nonsense."""

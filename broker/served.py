@@ -135,7 +135,7 @@ class ServedModel:
     def tick(self, now: int) -> None:
         """Expire what is late, end workers that hang."""
         for ticket in self.core.expired(now):
-            waited_s = (ticket.deadline_us - ticket.arrival_us) / 1e6
+            waited_s = max(ticket.deadline_us - ticket.arrival_us, 0) / 1e6  # a deadline may have passed on the way
             self._end(ticket, errors.DeadlineExceeded(timeout_s=waited_s), "expired")
         for worker in self.core.roster.overdue(now, self.core.limits.run_timeout_us):
             self._dispatcher.kill(worker, f"a batch ran longer than run_timeout_ms={self.config.run_timeout_ms}")

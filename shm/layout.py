@@ -10,6 +10,7 @@ Pages keep tensors apart for device registration and keep two writers off one ca
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,14 +64,19 @@ class SlotLayout:
         return [base + offset for offset in self._offsets[len(self.signature.inputs) :]]
 
     def views(self, buffer: memoryview | mmap.mmap, slot: int) -> SlotViews:
-        """Arrays over ``buffer`` (the whole segment) for ``slot``."""
+        """Arrays over ``buffer`` (the whole segment) for ``slot``; ``buffer`` cannot be closed while one lives.
+
+        Raises:
+            ValueError: if ``buffer`` is too small.
+        """
+
+        def array(spec: TensorSpec, offset: int) -> npt.NDArray[Any]:
+            shape = self.signature.shape(spec, self.signature.max_rows)
+            # frombuffer, because np.ndarray(buffer=…) holds no export: closing the map under it would not be refused.
+            return np.frombuffer(buffer, spec.dtype, math.prod(shape), offset).reshape(shape)
 
         def arrays(specs: Sequence[TensorSpec], offsets: list[int]) -> dict[str, npt.NDArray[Any]]:
-            rows = self.signature.max_rows
-            return {
-                spec.name: np.ndarray(self.signature.shape(spec, rows), spec.dtype, buffer, offset)
-                for spec, offset in zip(specs, offsets, strict=True)
-            }
+            return {spec.name: array(spec, offset) for spec, offset in zip(specs, offsets, strict=True)}
 
         return SlotViews(
             arrays(self.signature.inputs, self.input_offsets(slot)),

@@ -157,7 +157,7 @@ def test_tests_neither_sleep_nor_mock(test: str) -> None:
 
 
 def test_test_modules_have_names_of_their_own() -> None:
-    names = [Path(test).name for test in TESTS]
+    names = [Path(test).name for test in TESTS if Path(test).name != "conftest.py"]  # pytest wants just that name
     assert len(names) == len(set(names))
     assert "__init__.py" not in names
 

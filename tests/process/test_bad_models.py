@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,15 +148,41 @@ def test_a_device_that_is_not_there_is_an_error_and_never_the_cpu(tmp_path: Path
         assert client.metadata("cpu")["report"]["provider"] == "CPUExecutionProvider"
 
 
+@contextlib.contextmanager
+def one_cpu() -> Iterator[list[str]]:
+    yield ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
+
+
+@contextlib.contextmanager
+def half_a_cpu() -> Iterator[list[str]]:
+    """A cgroup with a quota, of version 1 or 2; where none can be made, the test cannot run."""
+    top = Path("/sys/fs/cgroup/cpu") if Path("/sys/fs/cgroup/cpu").is_dir() else Path("/sys/fs/cgroup")
+    group = top / f"mxpool-test-{os.getpid()}"
+    quota = ("cpu.cfs_quota_us", "50000") if top.name == "cpu" else ("cpu.max", "50000 100000")
+    try:
+        group.mkdir()
+        (group / quota[0]).write_text(quota[1])
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        pytest.skip(f"root: no cgroup with a quota can be made here ({error.strerror})")
+    try:
+        yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
+    finally:
+        group.rmdir()  # possible only once every process in it has ended
+
+
 @pytest.mark.parametrize("threads", [1, 3])
-def test_on_one_cpu_a_worker_has_its_configured_threads_and_no_affinity_error(tmp_path: Path, threads: int) -> None:
-    cpu = min(os.sched_getaffinity(0))
+@pytest.mark.parametrize("confined", [one_cpu, half_a_cpu])
+def test_a_confined_worker_has_its_configured_threads_and_no_affinity_error(
+    tmp_path: Path, threads: int, confined: Callable[[], contextlib.AbstractContextManager[list[str]]]
+) -> None:
     model = {"path": made_models.affine(tmp_path), "max_batch_size": 4, "threads": threads, "workers": {"cpu": 2}}
-    with Pool({"affine": model}, prefix=["taskset", "-c", str(cpu)]) as pool, pool.client() as client:
-        for _ in range(20):
-            assert (client.infer("affine", X4)["y"] == 3).all()
+    with confined() as prefix, Pool({"affine": model}, prefix=prefix) as pool:
+        with pool.client() as client:
+            for _ in range(20):
+                assert (client.infer("affine", X4)["y"] == 3).all()
         for pid in pool.worker_pids("affine"):
-            assert os.sched_getaffinity(pid) == {cpu}
             tasks = [task.joinpath("comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()]
             assert len(tasks) == threads + 1, tasks  # and the one that watches for the broker's end
         assert "affinity" not in pool.log()

@@ -94,6 +94,22 @@ def test_a_poisonous_request_harms_only_itself(in_flight: int) -> None:
             assert found["free_slots"] == found["slots"]
 
 
+def test_a_request_that_is_tried_again_has_no_batch_started_behind_it() -> None:
+    """The worker may be about to die of it, and would take the other batch along."""
+    with Gate() as gate, Pool({"echo": echo(crash_on=POISON, gate=gate.path, in_flight=2)}) as pool:
+        with pool.client() as client:
+            poison = client.submit("echo", x(POISON))
+            wait_running(pool)
+            gate.let(1)
+            wait_until(lambda: restarts(pool) == 1 and slot_states(pool) == ["running"], "the second attempt")
+            full = client.submit("echo", {"x": np.ones((8, 4), np.float32)})
+            wait_until(lambda: slot_states(pool) == ["ready", "running"], "a full batch that waits")
+            gate.let(2)
+            assert outcome(poison) == "worker_died"
+            assert outcome(full) == 1
+        assert pool.model()["close"]["retry"] == 0  # the full batch ran as it was; the other one never ended
+
+
 def test_batches_that_wait_behind_the_one_that_is_lost_run_as_they_are() -> None:
     with Gate() as gate, Pool({"echo": echo(gate=gate.path, max_batch_size=2)}) as pool, pool.client() as client:
         futures = [client.submit("echo", x(0))]

@@ -82,5 +82,16 @@ def test_a_segment_that_is_too_small_is_refused() -> None:
     layout = SlotLayout(signature([("FP32", (3,))], [("FP32", (3,))], 5), 2)
     memory = mmap.mmap(-1, layout.size_bytes - PAGE_BYTES)
     layout.views(memory, 0)
-    with pytest.raises(TypeError, match="buffer is too small"):
+    with pytest.raises(ValueError, match="smaller than requested"):
         layout.views(memory, 1)
+
+
+def test_a_map_cannot_be_closed_under_a_live_view() -> None:
+    layout = SlotLayout(signature([("FP32", (3,))], [("FP32", (3,))], 2), 1)
+    memory = mmap.mmap(-1, layout.size_bytes)
+    views = layout.views(memory, 0)
+    with pytest.raises(BufferError):
+        memory.close()
+    views.inputs["in0"][...] = 1
+    del views
+    memory.close()
