@@ -12,7 +12,7 @@ from mxpool.clock import now_us
 from mxpool.errors import MalformedMessage, RunFailed
 from mxpool.messages import GRAPH_OFF, RUN, STOP, Done, Run, decode_run, encode_done
 from mxpool.shm.link import Link, LinkClosed, Packet
-from mxpool.workers.backends import Backend
+from mxpool.workers.backends.protocol import Backend
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from mxpool.errors import LoadFailed, MxPoolError, from_wire
 from mxpool.shm.link import Link, LinkClosed
 from mxpool.spec import ModelSpec
 from mxpool.tensors import Signature
-from mxpool.workers.backends import Loaded
+from mxpool.workers.backends.protocol import Loaded
 
 STATUS_BYTES = 4096
 STDERR_BYTES = 4096  # of the end of what a dead child wrote

@@ -23,7 +23,7 @@ from mxpool.shm.layout import SlotLayout
 from mxpool.shm.link import Link, LinkClosed, Packet
 from mxpool.shm.segment import Segment
 from mxpool.spec import ModelSpec
-from mxpool.workers.backends import Backend
+from mxpool.workers.backends.protocol import Backend
 from mxpool.workers.backends.registry import create
 from mxpool.workers.loop import IDLE_WAIT_S, Bound, serve
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,11 @@ def wait_until(holds: Callable[[], Any], what: str, timeout_s: float = 10.0) -> 
 
     For what tells nobody when it happens. Where there is a descriptor, a future or an answer to wait for, use that.
     """
-    pause = threading.Event()
-    for _ in range(max(int(timeout_s / STEP_S), 1)):
-        found = holds()
-        if found:
-            return found
+    pause, end_s = threading.Event(), time.monotonic() + timeout_s
+    while not (found := holds()) and time.monotonic() < end_s:
         pause.wait(STEP_S)
+    if found:
+        return found
     raise AssertionError(f"not within {timeout_s} s: {what}")
 
 
@@ -204,9 +204,11 @@ class Pool:
         assert "Traceback" not in self.log(), self.log()
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send the broker a signal, if it is there."""
+        """Send the broker a signal, if it is there; with SIGSTOP, wait until it has stopped."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
+            if number == signal.SIGSTOP:
+                os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
     def wait(self, within_s: float = END_MAX_S) -> int:
         """Wait for the broker's end; its exit code, negative for a signal."""

@@ -100,6 +100,12 @@ class RawPeer:
         assert self.link is not None
         self.link.send(messages.encode(messages.ARENA_DROP, token=token))
 
+    def leave(self) -> None:
+        """Wait until the kernel has all that was sent, then close everything."""
+        self.socket.close(linger=int(ANSWER_S * 1000))
+        self._context.term()
+        self.close()
+
     def close(self) -> None:
         """Close everything. Closing twice is allowed."""
         if self.link is not None:

@@ -36,7 +36,7 @@ from mxpool.errors import NotServable, RunFailed
 from mxpool.shm.layout import SlotViews
 from mxpool.spec import ModelSpec
 from mxpool.tensors import DATATYPES, Signature, TensorSpec
-from mxpool.workers.backends import Loaded, Ran
+from mxpool.workers.backends.protocol import Loaded, Ran
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,6 @@ from mxpool.errors import LoadFailed, ModelInvalid, NotServable, RunFailed
 from mxpool.shm.layout import SlotViews
 from mxpool.spec import ModelSpec
 from mxpool.tensors import Signature, TensorSpec
-from mxpool.workers.backends import Loaded, Ran
 from mxpool.workers.backends.onnx_signature import Declared, Probe, Reader
 from mxpool.workers.backends.ort_session import (
     LOG_FATAL,
@@ -29,6 +28,7 @@ from mxpool.workers.backends.ort_session import (
     open_session,
     session_options,
 )
+from mxpool.workers.backends.protocol import Loaded, Ran
 
 Arrays = dict[str, npt.NDArray[Any]]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mxpool.errors import LoadFailed, ModelInvalid, NotServable
 from mxpool.spec import ModelSpec
-from mxpool.workers.backends import Backend
+from mxpool.workers.backends.protocol import Backend
 
 GROUP = "mxpool.backends"
 BUILT_IN = {

@@ -35,6 +35,7 @@ def test_the_models_own_tensors_are_taken_the_first_time_and_again(rows: int) ->
     assert admission.row_bytes == ROW_BYTES
     for _ in range(2):
         admission.check(request(wire.encode_tensors(tensors(rows)), rows), rows * ROW_BYTES)
+        assert admission._known == {wire.encode_tensors(tensors(rows)): rows}
 
 
 def test_a_model_without_a_batch_axis_takes_bare_dims_as_one_row() -> None:

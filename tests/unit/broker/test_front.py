@@ -142,6 +142,21 @@ def test_answers_to_a_slow_client_wait_in_order_and_go_out_when_it_reads(rig: Ri
     assert (rig.front.waiting, rig.front.sent, rig.front.undeliverable, rig.front.lost) == (False, count, 0, [])
 
 
+def test_an_answer_does_not_overtake_those_that_wait_though_there_is_room_for_it(rig: Rig) -> None:
+    socket = rig.connect(rcvhwm=1)
+    client = rig.meet(socket)
+    count = 0
+    while len(client.outbox) < 3:
+        rig.front.send(client, b"%d" % count, bytes(4096))
+        count += 1
+    got = [next_message(socket)[0] for _ in range(count - 3)]
+    rig.front.pending()  # libzmq learns here that the client has read
+    rig.front.send(client, b"%d" % count, None)
+    rig.front.flush()
+    got += [next_message(socket)[0] for _ in range(4)]
+    assert got == [b"%d" % number for number in range(count + 1)]
+
+
 def test_a_client_that_never_reads_is_dropped_when_its_outbox_is_full_and_every_answer_is_counted(rig: Rig) -> None:
     client = rig.meet(rig.connect(rcvhwm=1))
     other = rig.meet(rig.clients[0])

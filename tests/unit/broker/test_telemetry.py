@@ -54,6 +54,10 @@ def test_percentiles_look_back_on_a_bounded_number_of_batches() -> None:
     assert len(counters.recent_run_us) == RECENT_BATCHES
 
 
+def test_one_slow_batch_in_two_hundred_is_above_p99() -> None:
+    assert percentiles(deque([*range(199), 10**6])) == {"p50": 100, "p99": 198}
+
+
 @given(values=st.lists(st.integers(0, 1000), min_size=1, max_size=300))
 def test_half_of_the_values_are_at_most_p50_and_ninety_nine_in_a_hundred_at_most_p99(values: list[int]) -> None:
     found = percentiles(deque(values))

@@ -12,7 +12,7 @@ from mxpool.errors import ModelInvalid
 from mxpool.shm.layout import SlotLayout
 from mxpool.spec import ModelSpec
 from mxpool.tensors import Signature, TensorSpec
-from mxpool.workers.backends import Loaded
+from mxpool.workers.backends.protocol import Loaded
 
 FILE = """
 [devices.gpu0]

@@ -16,7 +16,7 @@ from mxpool.errors import MalformedMessage, RunFailed
 from mxpool.messages import Done, Run
 from mxpool.shm.link import Link, LinkClosed
 from mxpool.spec import ModelSpec
-from mxpool.workers.backends import Loaded, Ran
+from mxpool.workers.backends.protocol import Loaded, Ran
 from mxpool.workers.loop import Bound, serve
 
 BOUND = Bound(slots=2, sizes=(1, 4))

@@ -11,8 +11,8 @@ from mxpool.shm.layout import SlotLayout
 from mxpool.shm.link import Link
 from mxpool.spec import ModelSpec
 from mxpool.workers import process
-from mxpool.workers.backends import Loaded, Ran
 from mxpool.workers.backends.echo import EchoBackend
+from mxpool.workers.backends.protocol import Loaded, Ran
 
 
 class NotedEcho(EchoBackend):

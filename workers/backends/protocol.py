@@ -1,0 +1,93 @@
+"""What a backend must do: load a model, bind slots once, run batches in order.
+
+Built in: ``onnxruntime`` and ``echo`` (tests). Others come by entry point, group ``mxpool.backends``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from mxpool.messages import GRAPH_OFF
+from mxpool.shm.layout import SlotViews
+from mxpool.spec import ModelSpec
+from mxpool.tensors import Signature
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What ``load`` found: the signature, the batch sizes that it will run, and plain values for status and logs.
+
+    ``sizes`` are ascending, the last one holds ``max_batch_size`` rows: those of the spec unless the file or the device
+    allows fewer.
+    """
+
+    signature: Signature
+    sizes: tuple[int, ...]
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+class Ran(NamedTuple):
+    """One finished batch; times are CLOCK_MONOTONIC in microseconds and span copy in, execute, copy out."""
+
+    t_start_us: int
+    t_end_us: int
+    graph: int = GRAPH_OFF
+
+
+class Backend(Protocol):
+    """One session or engine. All calls come from one thread, in the order load, bind, (start, done, finish)*, unload.
+
+    ``in_flight`` batches at most are started and not finished; they finish in the order in which they started. A
+    synchronous backend has 1, and runs in ``finish``.
+    """
+
+    in_flight: int
+
+    def load(self, spec: ModelSpec) -> Loaded:
+        """Open the model.
+
+        Raises:
+            LoadFailed: the model or the provider cannot be served; the process will exit.
+        """
+        ...
+
+    def bind(self, memory: memoryview, slots: Sequence[SlotViews], sizes: Sequence[int]) -> dict[str, Any]:
+        """Prepare every slot at every size of ``Loaded.sizes``; returns more of the report.
+
+        ``memory`` is the whole slot segment, page-aligned, in which the views of ``slots`` lie: a device registers it
+        once, as a whole. Both stay valid until ``unload`` returns. Warm up and check in memory of your own: the slots
+        may hold other workers' batches, and are neither read nor written here.
+
+        Raises:
+            LoadFailed: as ``load`` does.
+        """
+        ...
+
+    def start(self, slot: int, size: int) -> None:
+        """Begin the batch that lies in ``slot``, at ``size`` rows (one of those bound).
+
+        A failure that the process survives is kept for ``finish``; anything raised here means that it is sick.
+        """
+        ...
+
+    def fileno(self) -> int | None:
+        """A descriptor that is readable while ``done`` is true, or None: then ``done`` is asked every 100 us."""
+        ...
+
+    def done(self) -> bool:
+        """True if ``finish`` would not wait for the device."""
+        ...
+
+    def finish(self) -> Ran:
+        """Wait for the oldest started batch; its outputs then lie in its slot.
+
+        Raises:
+            RunFailed: the runtime failed this batch and can go on. Any other error means that the process is sick.
+        """
+        ...
+
+    def unload(self) -> None:
+        """Let go of every view and of the model. Nothing is in flight."""
+        ...
