@@ -160,7 +160,8 @@ class ModelCore:
                 lane.close("drain", now_us)
             elif lane.open is not None:
                 among = name or None
-                lane.close_due(now_us, self.roster.any_idle(among), self.roster.any_room(among))
+                idle = self.roster.any_idle(among)
+                lane.close_due(now_us, idle, not idle and self.roster.any_room(among))
 
     def assign(self, now_us: int) -> list[Batch]:
         """Give ready batches to workers, oldest first: each is to be padded to ``size`` rows and sent to ``worker``."""

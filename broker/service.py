@@ -17,7 +17,7 @@ from mxpool import errors, wire
 from mxpool.broker.client_links import ArenaPolicy, ClientLinks
 from mxpool.broker.clients import Client, ClientBook
 from mxpool.broker.control import Control
-from mxpool.broker.endpoints import Door, Endpoint, connections_max
+from mxpool.broker.endpoints import Door, Endpoint, clients_max, connections_max
 from mxpool.broker.front import Front
 from mxpool.broker.intake import Intake
 from mxpool.broker.loop import Loop
@@ -66,9 +66,9 @@ class Broker:
         self.front = Front(self._context, self._book, config.max_message_bytes)
         self.supervisor = Supervisor(self.loop)
         workers = sum(model.worker_count for model in self.config.models.values())
-        limit = connections_max(config.max_clients, workers)
+        limit = clients_max(config.max_clients, workers)
         self._endpoints = [Endpoint(address) for address in config.endpoints]
-        self._door = Door(self.front.socket)
+        self._door = Door(self.front.socket, self._endpoints, connections_max(limit, workers))
         policy = ArenaPolicy(config.arenas, config.arena_users, config.arena_groups)
         self._links = ClientLinks(self.loop, self._book, self.epoch, policy, limit, self._client_gone)
         control = Control(self.models, self.supervisor.workers, self, self._counters, config.admin_users)
@@ -248,13 +248,13 @@ class Broker:
         """Take everything apart; every worker is dead."""
         for peer in list(self._book.peers.values()):
             peer.close()
+        self._door.close()
+        self.front.close()
+        self._context.destroy(linger=0)  # removes the ipc path: before the lock is given up, or it were a successor's
         for endpoint in self._endpoints:
             endpoint.close()
         for model in self.models.values():
             model.close()
-        self._door.close()
-        self.front.close()
-        self._context.destroy(linger=0)
         self.supervisor.close()
         self.loop.close()
 

@@ -121,7 +121,7 @@ class Exchange:
             if self.connection.wait(until_us - now_us() if until_us else 0):
                 self._take_in(self.connection.receive())
                 for _ in range(ANSWERS_A_TURN - 1):
-                    if not self.connection.readable():
+                    if not len(self.pending) or not self.connection.readable():
                         break
                     self._take_in(self.connection.receive())
         except BrokerLost as error:

@@ -47,6 +47,7 @@ class Link:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._buffer = memoryview(bytearray(RECORD_BYTES_MAX))
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
@@ -115,16 +116,19 @@ class Link:
     def _receive_message(self) -> tuple[bytes, list[tuple[int, int, bytes]], int]:
         # Not socket.recv_fds: it drops its flags (bpo-46390) and would block.
         try:
-            data, rights, flags, _ = self._socket.recvmsg(RECORD_BYTES_MAX, _RIGHTS_BYTES, _RECEIVE)
+            size, rights, flags, _ = self._socket.recvmsg_into([self._buffer], _RIGHTS_BYTES, _RECEIVE)
         except ConnectionResetError:
             # Told once, and before what the peer had sent, if it died with records of ours unread: unix(7).
-            data, rights, flags, _ = self._socket.recvmsg(RECORD_BYTES_MAX, _RIGHTS_BYTES, _RECEIVE)
-        return data, rights, flags
+            size, rights, flags, _ = self._socket.recvmsg_into([self._buffer], _RIGHTS_BYTES, _RECEIVE)
+        return bytes(self._buffer[:size]), rights, flags
 
     def receive(self, timeout_s: float) -> Packet | None:
         """Wait up to ``timeout_s`` (rounded up to 1 ms) for a record; None if none came."""
-        self._poll.poll(max(timeout_s, 0) * 1000)
-        return self.receive_nowait()
+        return self.receive_nowait() if self._poll.poll(max(timeout_s, 0) * 1000) else None
+
+    def readable(self) -> bool:
+        """True if ``receive_nowait`` has a record, or the news that the peer is gone."""
+        return bool(self._poll.poll(0))
 
     def close(self) -> None:
         """Close our end; the peer sees the end of file. Closing twice is allowed."""

@@ -1,12 +1,18 @@
-"""A test may be skipped only for what the machine lacks; a skip for any other reason fails the run."""
+"""A test may be skipped only for what the machine lacks; a skip for any other reason fails the run.
+
+No example of hypothesis has a deadline: on a busy machine any of them may take long once.
+"""
 
 from __future__ import annotations
 
 import re
 
 import pytest
+from hypothesis import settings
 
 ALLOWED = re.compile(r"Skipped: (gpu|root|interpreter)\b")  # the markers of setup.cfg; a reason begins with one
+settings.register_profile("mxpool", deadline=None)
+settings.load_profile("mxpool")
 
 
 class SkipReasons:

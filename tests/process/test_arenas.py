@@ -14,10 +14,10 @@ import psutil
 import pytest
 from gates import Gate, wait_queued, wait_running
 from pool import Pool, echo, wait_until
-from raw_peer import RawPeer, infer_header, memfd, record, row, welcomed
+from raw_peer import RawPeer, infer_header, memfd, record, row
 
 from mxpool import messages, wire
-from mxpool.shm.link import LinkClosed
+from mxpool.shm.link import Link, LinkClosed, link_path
 
 MIB = 1 << 20
 ROW_BYTES = 16
@@ -68,7 +68,7 @@ def works(peer: RawPeer, token: bytes, fd: int, *, request_id: int = 1000, offse
 
 # D1
 
-OUTSIDE = [
+OUTSIDE: list[tuple[str, Any, Any]] = [
     ("offset", MIB, 1),
     ("offset", MIB, ROW_BYTES),
     ("offset", 2**64 - 8, 16),
@@ -110,7 +110,11 @@ def test_a_region_that_is_not_the_size_of_its_tensors_is_refused(peer: RawPeer, 
     token, fd = offered(peer)
     peer.send(infer_header(7, row(0), arena=[token, 0, size]))
     failure = peer.refusal()
-    assert (failure.code, failure.fields["tensor"], failure.fields["got"]) == ("invalid_tensor", "body", f"{size} bytes")
+    assert (failure.code, failure.fields["tensor"], failure.fields["got"]) == (
+        "invalid_tensor",
+        "body",
+        f"{size} bytes",
+    )
     works(peer, token, fd)
     os.close(fd)
 
@@ -262,10 +266,6 @@ def test_memory_of_another_user_is_refused(peer: RawPeer) -> None:
 
 @pytest.mark.parametrize("kind", [messages.ARENA, messages.ARENA_DROP])
 def test_a_link_that_offers_before_it_says_hello_is_ended(pool: Pool, kind: int) -> None:
-    link, _ = welcomed(pool.endpoint)  # a greeted one to learn where
-    link.close()
-    from mxpool.shm.link import Link, link_path  # noqa: PLC0415
-
     path = link_path(pool.endpoint)
     assert path is not None
     link = Link.connect(path)

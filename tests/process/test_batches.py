@@ -54,9 +54,9 @@ def test_a_batch_is_full_by_rows_and_not_by_requests() -> None:
             held.result(ANSWER_S)
             for array, outputs in zip(sent, results(futures), strict=True):
                 assert (outputs["y"] == array).all()
+            assert pool.model()["close"]["full"] >= 4  # asked first: a batch is logged when its answers are sent
             samples = [int(found) for found in re.findall(r"batch_samples=(\d+)", pool.log())]
             assert (sum(samples), max(samples)) == (601, 120)
-            assert pool.model()["close"]["full"] >= 4
 
 
 def test_a_request_of_the_whole_batch_runs_and_one_row_more_is_split_by_the_library_or_refused() -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+import zmq
 from gates import x
 from pool import MX_BROKER, Pool, echo, soak, to_toml, wait_until
 
+from mxpool import Client
+from mxpool.broker.endpoints import Endpoint
 from mxpool.endpoint import UNIX_PATH_BYTES_MAX
+from mxpool.errors import EndpointInUse
 
 MXPOOL = str(Path(MX_BROKER).with_name("mxpool"))
 SECRET = b"not a socket\n"
@@ -152,6 +157,27 @@ def test_a_broker_that_was_killed_leaves_sockets_that_the_next_one_takes_over(po
         assert client.infer("echo", x(3))["y"][0, 0] == 3
 
 
+def test_a_lock_that_its_last_holder_removes_just_then_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, real = Path(f"{short_folder(tmp_path)}/broker.sock.lock"), fcntl.flock
+    taken: list[int] = []
+
+    def flock(fd: int, operation: int) -> None:
+        taken.append(fd)
+        if len(taken) == 1:
+            lock.unlink()  # as a broker does that ends between our open and our lock
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    address = f"ipc://{str(lock)[:-5]}"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, closing(Endpoint(address)) as endpoint:
+        endpoint.bind(router, 10)
+        assert len(taken) == 2
+        with pytest.raises(EndpointInUse, match="another broker serves there"):
+            Endpoint(address).bind(router, 10)
+
+
 def test_only_owner_and_group_may_connect(pool: Pool) -> None:
     for name in ("broker.sock", "broker.sock.link"):
         assert (pool.folder / name).stat().st_mode & 0o777 == 0o660
@@ -161,8 +187,8 @@ def test_one_broker_serves_on_a_path_and_on_tcp(tmp_path: Path) -> None:
     folder = short_folder(tmp_path)
     endpoint = [f"ipc://{folder}/a.sock", "tcp://127.0.0.1:0", f"ipc://{folder}/b.sock"]
     with Pool({"echo": echo()}, endpoint=endpoint) as pool:
-        for pool.endpoint in pool.endpoints:
-            with pool.client() as client:
+        for bound in pool.endpoints:
+            with Client(bound) as client:
                 assert client.infer("echo", x(8))["y"][0, 0] == 8
         assert pool.endpoints[1] != "tcp://127.0.0.1:0"
     assert list(Path(folder).glob("*.sock*")) == []

@@ -82,7 +82,7 @@ CASES = {
     "recognition": Case(
         lambda _: wheels.model("rapidocr", "PP-OCRv6_rec_small.onnx"), 4, floats("x", 3, 48, 64), {"x": [3, 48, 64]}
     ),
-    "embedding": Case(packaged(wheels.sentence_embedding), 4, token_rows, TOKEN_DIMS, coupled=True),
+    "embedding": Case(packaged(wheels.sentence_embedding), 4, token_rows, TOKEN_DIMS),
     "ranking": Case(made("ranking"), 32, ranking_rows),
     "overhead": Case(made("overhead"), 16, ranking_rows),
     "coupled": Case(made("coupled"), 8, floats("x", 16), coupled=True),

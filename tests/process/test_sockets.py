@@ -6,6 +6,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,9 +19,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import zmq
 from gates import Gate, wait_queued, x
 from pool import Pool, echo, soak, wait_until
-from raw_peer import RawPeer, infer_header, row
+from raw_peer import RawPeer, infer_header, row, wait_closed
 
 from mxpool import Client, wire
 from mxpool.errors import BrokerLost, ClientUnusable, Rejected
@@ -95,24 +97,19 @@ def test_a_client_that_never_reads_is_dropped_at_its_outbox_and_every_answer_is_
         RawPeer(pool.endpoint, rcvhwm=10) as peer,
         pool.client() as other,
     ):
-        before = pool.stats()["broker"]["messages_sent"]
         flood(peer)
         assert other.infer("echo", {"x": row(7, WIDE)})["y"][0, 0] == 7
-        wait_until(lambda: sum(outcomes(pool).values()) >= REQUESTS, "an outcome for every request")
+        wait_until(lambda: sum(outcomes(pool).values()) == REQUESTS + 1, "an outcome for every request")
         assert peer.link is not None
-        with pytest.raises(Exception, match="end of file"):
-            peer.link.receive(10)
+        wait_closed(peer.link)
         assert "client dropped, it does not read its answers" in pool.log()
-        delivered = 0
-        while peer.frames(0.5) is not None:  # what lay in the sockets before it was dropped
-            delivered += 1
-        assert delivered < REQUESTS
-        found = pool.stats()["broker"]
-        model = pool.model()
-        assert found["undeliverable"] > 0
-        assert model["received"] == sum(outcomes(pool).values())
-        assert found["messages_sent"] - before >= delivered
-        assert model["ok"] - 1 <= delivered + found["undeliverable"]
+        found, undeliverable = outcomes(pool), pool.stats()["broker"]["undeliverable"]
+        assert undeliverable >= 50
+        assert found["client_gone"] > 0
+        assert found["ok"] + found["client_gone"] == REQUESTS + 1
+        for _ in range(found["ok"] - 1 - undeliverable):  # what lay in the sockets before it was dropped
+            assert peer.frames() is not None
+        assert peer.frames(0.1) is None
 
 
 # A3
@@ -142,7 +139,7 @@ def test_a_second_client_with_a_routing_id_that_is_taken_hears_nothing_and_takes
         second.send(infer_header(9, row(900)), row(900).tobytes())
         for number in range(2, 102):
             first.send(infer_header(number, row(number)), row(number).tobytes())
-        seen = set()
+        seen: set[int] = set()
         while seen < set(range(2, 102)):
             answer = first.answer()
             assert isinstance(answer, wire.Result)
@@ -253,6 +250,52 @@ def test_at_the_limit_of_descriptors_clients_are_refused_by_name_and_later_serve
         assert cpu_of(pool.pid, 0.5) < 0.1
 
 
+@contextmanager
+def strangers(endpoint: str, count: int) -> Iterator[None]:
+    """So many ZMQ connections of programs that know of no link, for as long as the block lasts."""
+    with zmq.Context() as context, ExitStack() as stack:
+        for _ in range(count):
+            stranger = stack.enter_context(context.socket(zmq.DEALER))
+            stranger.linger = 0
+            stranger.reconnect_ivl = -1
+            stranger.connect(endpoint)
+        yield
+
+
+SHUT, OPEN = "no more connections accepted", "connections accepted again"
+
+
+def test_connections_without_links_are_shut_out_before_descriptors_run_out_and_let_in_again() -> None:
+    prefix = ["prlimit", "--nofile=256:256"]  # libzmq ends the process that cannot accept on ipc for want of one
+    with Pool({"echo": echo()}, prefix=prefix) as pool, pool.client() as client:
+        client.infer("echo", x(1))
+        with strangers(pool.endpoint, 500):
+            wait_until(lambda: SHUT in pool.log(), "a full house")
+            assert client.infer("echo", x(2), timeout_s=5)["y"][0, 0] == 2
+            assert pool.stats()["broker"]["connected_clients"] < 200
+            with pool.client() as newcomer, pytest.raises(BrokerLost):
+                newcomer.infer("echo", x(3))
+            assert cpu_of(pool.pid, 0.3) < 0.1
+        wait_until(lambda: OPEN in pool.log(), "room again")
+        with pool.client() as newcomer:
+            assert newcomer.infer("echo", x(4))["y"][0, 0] == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_broker_that_ends_with_its_door_shut_is_no_hindrance_to_the_next(number: int) -> None:
+    with Pool({"echo": echo()}, prefix=["prlimit", "--nofile=256:256"]) as pool:
+        with strangers(pool.endpoint, 100):
+            wait_until(lambda: SHUT in pool.log(), "a full house")
+            assert (pool.folder / "broker.sock.shut").is_socket()
+            pool.let_go()
+            pool.kill(number)
+            pool.wait()
+            pool.check_nothing_left()
+        pool.start()
+        pool.wait_ready()
+        assert not (pool.folder / "broker.sock.shut").exists()
+
+
 def cpu_of(pid: int, window_s: float) -> float:
     """The part of a core that a process uses while nothing is asked of it."""
     process = psutil.Process(pid)
@@ -314,7 +357,7 @@ def test_a_forked_child_is_told_that_the_client_is_its_parents_and_the_parent_go
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_that_lives_on_does_not_keep_its_dead_parents_link_open() -> None:
     text = """
-import os, sys, time
+import os, sys
 import numpy as np
 from mxpool import Client
 client = Client(sys.argv[1])
@@ -388,7 +431,7 @@ def test_the_queued_work_of_a_tcp_client_that_stops_answering_is_freed_within_th
             process.send_signal(signal.SIGSTOP)
             began = time.monotonic()
             wait_queued(pool, 0)
-            assert time.monotonic() - began < 3.5
+            assert time.monotonic() - began < 3.9  # three, and what a busy machine takes
             assert pool.stats()["broker"]["connected_clients"] < connected
             assert pool.model()["client_gone"] >= 20
         finally:
@@ -416,6 +459,8 @@ def test_a_stopped_ipc_client_keeps_its_requests_and_a_killed_one_loses_them_at_
 
 def test_what_a_dead_client_had_sent_and_nobody_had_read_is_not_run() -> None:
     with Pool({"echo": echo()}) as pool, RawPeer(pool.endpoint) as peer:
+        broker = psutil.Process(pool.pid)
+        wait_until(lambda: broker.status() == psutil.STATUS_SLEEPING, "a broker that waits")
         pool.kill(signal.SIGSTOP)
         for number in range(1, 201):
             peer.send(infer_header(number, row(number)), row(number).tobytes())
@@ -430,8 +475,6 @@ def test_what_a_dead_client_had_sent_and_nobody_had_read_is_not_run() -> None:
 def test_a_connection_that_never_speaks_is_cut_off_and_holds_no_place() -> None:
     with Pool({"echo": echo()}) as pool, pool.client() as client:
         client.infer("echo", x(1))
-        import socket  # noqa: PLC0415
-
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
             silent.connect(pool.endpoint[6:])
             silent.settimeout(5)

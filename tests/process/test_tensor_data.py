@@ -160,7 +160,9 @@ def test_the_broker_refuses_a_datatype_of_the_same_size_that_no_library_would_se
         failure = peer.refusal()
         assert (failure.code, failure.fields["tensor"], failure.fields["expected"]) == ("invalid_tensor", "x", "FP32")
         assert len(failure.message) < 300
-        peer.send(wire.encode_request(wire.INFER, 6, "affine", 0, 1, wire.encode_tensors([("x", "FP32", (1, 4))])), body)
+        peer.send(
+            wire.encode_request(wire.INFER, 6, "affine", 0, 1, wire.encode_tensors([("x", "FP32", (1, 4))])), body
+        )
         assert isinstance(peer.answer(), wire.Result)
 
 
@@ -224,20 +226,23 @@ def test_a_read_only_array_is_taken_and_an_answer_may_be_written_to(client: Clie
 
 @pytest.mark.parametrize("width", [4, 32_768])
 def test_an_array_may_be_changed_as_soon_as_it_is_submitted(width: int) -> None:
-    with Gate() as gate, Pool({"echo": echo(8, tensors=f"x:FP32:{width}", gate=gate.path)}) as pool:
-        with pool.client() as client:
-            array = np.full((2, width), 1, np.float32)
-            futures = []
-            for value in range(1, 6):
-                array[...] = value
-                futures.append(client.submit("echo", {"x": array}))
-                if value == 1:
-                    wait_running(pool)
-            wait_queued(pool, 4)
-            array[...] = -5
-            gate.let(5)
-            for value, future in enumerate(futures, 1):
-                assert (future.result(20)["y"] == value).all()
+    with (
+        Gate() as gate,
+        Pool({"echo": echo(8, tensors=f"x:FP32:{width}", gate=gate.path)}) as pool,
+        pool.client() as client,
+    ):
+        array = np.full((2, width), 1, np.float32)
+        futures = []
+        for value in range(1, 6):
+            array[...] = value
+            futures.append(client.submit("echo", {"x": array}))
+            if value == 1:
+                wait_running(pool)
+        wait_queued(pool, 4)
+        array[...] = -5
+        gate.let(5)
+        for value, future in enumerate(futures, 1):
+            assert (future.result(20)["y"] == value).all()
 
 
 @pytest.mark.parametrize("width", [4, 32_768])

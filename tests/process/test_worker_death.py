@@ -244,11 +244,11 @@ def test_a_crash_loop_backs_off_and_is_given_up_with_the_last_words_while_others
             return bool(found["loop"]["state"] == found["abort"]["state"] == "unavailable")
 
         wait_until(given_up, "both given up", timeout_s=40)
-        assert sorted(seen) == [0, 1, 2, 3, 4]
-        pauses = [seen[number + 1] - seen[number] for number in range(4)]
-        assert pauses[1] < pauses[2] < pauses[3]
-        assert pauses[3] >= 4
-        assert pool.model("loop")["reason"].startswith("exit code 1: INFO mxpool.workers.process: worker loads")
+        assert max(seen) == 4  # five deaths
+        assert seen[3] - seen[2] >= 2
+        assert seen[4] - seen[3] >= 4
+        assert pool.model("loop")["reason"].startswith("exit code 1: ")
+        assert "worker loads worker=loop-cpu-0" in pool.model("loop")["reason"]  # the last line that it wrote
         assert pool.model("abort")["reason"].startswith("killed by SIGABRT")
         for name in ("loop", "abort", "boot"):
             with pytest.raises(ModelUnavailable):

@@ -33,7 +33,7 @@ def packed(value: Any) -> bytes:
 def infer(request_id: int, *, body: list[bytes] | None = None, **fields: Any) -> list[bytes]:
     """A request for ``echo``, with other ``fields`` in their places."""
     names = ("version", "kind", "id", "model", "deadline", "rows", "tensors", "extensions")
-    good = (wire.VERSION, wire.INFER, request_id, "echo", 0, 1, TENSORS, {})
+    good: tuple[Any, ...] = (wire.VERSION, wire.INFER, request_id, "echo", 0, 1, TENSORS, {})
     header = packed([fields.get(name, value) for name, value in zip(names, good, strict=True)])
     return [header, *([BODY] if body is None else body)]
 
@@ -66,7 +66,7 @@ ODD: list[Any] = [
     {"arena": None}, {"arena": []}, {"arena": [b"", 0, 16]}, {"arena": [b"x" * 16, 2**64 - 1, -1]}, {"verb": {}},
 ]  # fmt: skip
 SHAPES: list[Any] = [
-    [], [1], [4], [4, 1], [1, 4, 1], [0, 4], [2, 4], [8, 4], [9, 4], [-1, 4], [1, -4], [2**62, 4], [2**63 - 1, 2**63 - 1],
+    [], [1], [4], [4, 1], [1, 4, 1], [0, 4], [2, 4], [8, 4], [9, 4], [-1, 4], [1, -4], [2**62, 4], [2**63 - 1] * 2,
     [1.0, 4], [None, 4], [True, 4], [1] * 16, [1] * 17, "14", {}, None,
 ]  # fmt: skip
 
@@ -82,7 +82,7 @@ def _refused(request_id: int, random_: random.Random) -> list[bytes]:
     match random_.randrange(7):
         case 0:
             field = choose(["kind", "model", "rows", "tensors"])
-            good = {"kind": (1, 2, 3, 4), "model": ("echo",), "rows": (1,), "tensors": ()}[field]
+            good: tuple[Any, ...] = {"kind": (1, 2, 3, 4), "model": ("echo",), "rows": (1,)}.get(field, ())
             return infer(request_id, **{field: choose([value for value in ODD if not _among(value, good)])})
         case 1:
             return infer(request_id, tensors=packed([["x", "FP32", choose(SHAPES)]]))
@@ -139,7 +139,9 @@ def damage(data: bytes, random_: random.Random) -> bytes:
 def nonsense(request_id: int, random_: random.Random) -> Message:
     """Random bytes in a random number of frames."""
     del request_id
-    return Message([random_.randbytes(random_.choice([0, 1, 8, 64, 500])) for _ in range(random_.choice([1, 2, 5]))], False)
+    return Message(
+        [random_.randbytes(random_.choice([0, 1, 8, 64, 500])) for _ in range(random_.choice([1, 2, 5]))], False
+    )
 
 
 def unreadable(request_id: int, random_: random.Random) -> Message:

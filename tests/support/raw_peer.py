@@ -1,4 +1,4 @@
-"""The two sockets of a client in a test's hands: any frames, any records, any descriptors, and every answer as it came."""
+"""The two sockets of a client in a test's hands: any frames, records and descriptors, and every answer as it came."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RawPeer:
 
     def frames(self, timeout_s: float = ANSWER_S) -> list[bytes] | None:
         """The next message, or None if none came in time."""
-        return self.socket.recv_multipart() if self.socket.poll(timeout_s * 1000) else None
+        return self.socket.recv_multipart() if self.socket.poll(int(timeout_s * 1000)) else None
 
     def answer(self, timeout_s: float = ANSWER_S) -> Answer:
         """The header of the next message."""

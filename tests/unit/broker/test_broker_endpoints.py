@@ -11,7 +11,7 @@ import pytest
 import zmq
 from descriptors import open_fds
 
-from mxpool.broker.endpoints import FDS_PER_CLIENT, Door, Endpoint, connections_max
+from mxpool.broker.endpoints import FDS_PER_CLIENT, Door, Endpoint, clients_max, connections_max
 from mxpool.errors import EndpointInUse
 from mxpool.shm.link import Link
 
@@ -181,7 +181,7 @@ def test_heartbeats_are_for_tcp_alone(tmp_path: Path, router: Router) -> None:
 def test_the_door_counts_who_came_and_who_left(tmp_path: Path, router: Router) -> None:
     made = router()
     endpoint = bound(tmp_path / "broker.sock", made)
-    door = Door(made)
+    door = Door(made, [], 100)
     door.watch()
     poller = zmq.Poller()
     poller.register(door.fileno(), zmq.POLLIN)
@@ -211,12 +211,14 @@ def test_descriptors_limit_the_clients_and_the_soft_limit_is_raised(caplog: pyte
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard, 512), hard))
-        assert connections_max(10, 1) == 10
+        assert clients_max(10, 1) == 10
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
         assert not caplog.records
-        allowed = connections_max(10**9, 4)
+        allowed = clients_max(10**9, 4)
         assert 1 <= allowed < hard // FDS_PER_CLIENT
         assert "RLIMIT_NOFILE" in caplog.text
-        assert connections_max(10**9, 10**9) == 1
+        assert clients_max(10**9, 10**9) == 1
+        assert allowed <= connections_max(allowed, 4) < hard - allowed * (FDS_PER_CLIENT - 1)
+        assert connections_max(10, 4) > connections_max(20, 4)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -126,6 +126,7 @@ def test_the_end_of_a_link_is_the_end_of_its_client_once(rig: Rig) -> None:
     rig.turn()
     rig.turn()
     assert (rig.gone, rig.book.peers) == ([client], {})
+    assert list(rig.loop._callbacks) == [rig.listener.fileno()]
 
 
 @pytest.mark.parametrize(
