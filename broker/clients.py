@@ -17,9 +17,7 @@ from mxpool.errors import InvalidRegion, MxPoolError, PermissionDenied
 from mxpool.shm.link import Link, LinkClosed
 
 ARENAS_MAX = 2  # of one client; a client that needs another size drops an old one first
-ARENA_BYTES_MAX = 1 << 32
-F_GET_SEALS = fcntl.F_GET_SEALS
-F_SEAL_SHRINK = fcntl.F_SEAL_SHRINK
+ARENA_BYTES_MAX = 1 << 30
 
 
 def _shown(value: Any) -> str:
@@ -28,7 +26,11 @@ def _shown(value: Any) -> str:
 
 
 class Arena:
-    """A client's shrink-sealed memory, mapped read-only: reading it can neither fail nor change anything."""
+    """A client's shrink-sealed memory, mapped read-only.
+
+    A page that the client never wrote is made, as zeros, when it is read: memory of the broker's cgroup, which the
+    limits on size and count bound.
+    """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -111,10 +113,10 @@ class Peer:
         if not allowed(self.uid) or status.st_uid != self.uid:
             raise PermissionDenied(uid=self.uid, action="use an arena (arena_users, arena_groups)")
         try:
-            seals = fcntl.fcntl(fd, F_GET_SEALS)
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError:
             seals = 0
-        if not seals & F_SEAL_SHRINK:
+        if not seals & fcntl.F_SEAL_SHRINK:
             raise InvalidRegion(field="descriptor", reason="it is not a memfd sealed against shrinking")
         if status.st_size != size:
             raise InvalidRegion(field="size", reason=f"{size} was said, the memfd has {status.st_size}")
@@ -150,9 +152,6 @@ class ClientBook:
         self.by_identity: dict[bytes, Client] = {}
         self.peers: dict[bytes, Peer] = {}
         self.ghosts: set[bytes] = set()
-
-    def __len__(self) -> int:
-        return len(self.by_identity)
 
     def meet(self, identity: bytes) -> Client:
         """The client of a routing id, made on its first message."""

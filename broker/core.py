@@ -56,7 +56,7 @@ class ModelCore:
         self.open_slots(0, 1, 0)
 
     def open_slots(self, slots: int, max_rows: int, row_bytes: int) -> None:
-        """Start with an empty pool of ``slots`` slots; called once, when the signature is known."""
+        """Start with an empty pool of ``slots`` slots; called again when the signature is known."""
         self.slots = SlotTable(slots)
         self.recovery = Recovery(self.slots)
         self.row_bytes = row_bytes

@@ -38,9 +38,7 @@ class Dispatcher(Protocol):
 class ServedModel:
     """A model from loading to drained. ``signature`` is None until its first worker has reported it."""
 
-    def __init__(
-        self, name: str, config: ModelConfig, workers: list[str], epoch: int, answer: Answer, dispatcher: Dispatcher
-    ) -> None:
+    def __init__(self, name: str, config: ModelConfig, epoch: int, answer: Answer, dispatcher: Dispatcher) -> None:
         self.name = name
         self.config = config
         self.epoch = epoch
@@ -50,7 +48,6 @@ class ServedModel:
         self.segment: Segment | None = None
         self.unavailable = ""
         self.report: dict[str, Any] = {}
-        self.workers = workers
         limits = Limits(
             max_queue_size=config.max_queue_size,
             max_queue_bytes=config.max_queue_bytes,

@@ -34,6 +34,7 @@ RECEIVE_BUDGET = 128  # messages a pass, about a millisecond in which no worker 
 BUSY_TIMER_US = 1_000  # under load, when nothing waits, timers are looked at this often
 OUTBOX_RETRY_US = 5_000  # ROUTER does not tell when a slow client has room again
 ABANDON_US = 10_000_000  # a worker that is still there 5 s after its SIGKILL hangs in the kernel
+BEAT_MAX_S = 10.0  # links that say nothing, and listeners that rest, are looked at this often
 FAREWELL_US = 1_000_000  # at the end, how long answers may still wait for slow clients
 
 
@@ -94,15 +95,11 @@ class Broker:
 
     def _add_model(self, name: str) -> None:
         model = self.config.models[name]
-        placed = [
-            (f"{name}-{device}-{number}", device) for device, count in model.workers.items() for number in range(count)
-        ]
-        names = [worker for worker, _ in placed]
-        served = ServedModel(name, model, names, self.epoch, self.front.send, self.supervisor)
-        self.models[name] = served
-        for worker, device in placed:
+        served = self.models[name] = ServedModel(name, model, self.epoch, self.front.send, self.supervisor)
+        for device, count in model.workers.items():
             spec = model.spec(name, self.config.devices[device])
-            self.supervisor.add(WorkerProcess(worker, device, spec, served))
+            for number in range(count):
+                self.supervisor.add(WorkerProcess(f"{name}-{device}-{number}", device, spec, served))
 
     def run(self) -> int:
         """Serve until a signal, drain, and return the exit code."""
@@ -134,6 +131,7 @@ class Broker:
             for model in self.models.values():
                 model.tick(now)
             self._beat(now)
+            self._timer_us = now + BUSY_TIMER_US
         for model in self.models.values():
             model.schedule(now)
         if front.waiting:
@@ -172,7 +170,7 @@ class Broker:
         """Ask libzmq whether clients without a link (tcp, other libraries) are still there; forget the silent ones."""
         if now < self._beat_at_us:
             return
-        self._beat_at_us = now + int(self.config.broker.heartbeat_s * 1e6)
+        self._beat_at_us = now + int(min(self.config.broker.heartbeat_s, BEAT_MAX_S) * 1e6)
         self._book.ghosts.clear()
         self._links.beat(now)
         for client in list(self._book.by_identity.values()):

@@ -127,8 +127,9 @@ class Supervisor:
             self._loop.remove(worker.link.fileno())
             if worker.state != "stopping" and not worker.failure and not worker.cannot_boot:
                 worker.kill()  # its process is gone or useless; the pidfd tells when it is over
-        except MxPoolError as error:
-            self.kill(worker.name, str(error))
+        except Exception as error:  # the boundary: whatever a backend makes its worker say ends that worker only
+            log.exception("record of a worker refused worker=%s", worker.name)
+            self.kill(worker.name, f"{type(error).__name__}: {error}")
 
     def _record(self, worker: WorkerProcess, data: bytes) -> None:
         if data[0] == messages.DONE:
@@ -175,8 +176,10 @@ class Supervisor:
             while (packet := worker.link.receive_nowait()) is not None:
                 if packet.data[0] in (messages.DONE, messages.LOAD_FAILED):
                     self._record(worker, packet.data)
-        except (LinkClosed, MxPoolError):
+        except LinkClosed:
             pass
+        except Exception:
+            log.exception("record of a dead worker refused worker=%s", worker.name)
 
     def _judge(self, served: ServedModel) -> None:
         """Refuse a model's requests once all its workers are given up."""
@@ -240,11 +243,15 @@ class Supervisor:
 
     def _ready(self, worker: WorkerProcess, fields: dict[str, Any]) -> None:
         served, report = worker.served, fields["report"]
+        in_flight, sizes = int(fields["in_flight"]), tuple(fields["sizes"])
+        assert served.signature is not None
+        if in_flight not in (1, 2) or sorted(set(sizes)) != list(sizes) or sizes[-1] < served.signature.max_rows:
+            raise errors.MalformedMessage(reason=f"READY with {in_flight} in flight, sizes {sizes}")
         worker.state = "ready"
         worker.life.ready()
         served.report.update(report)
         served.unavailable = ""
-        served.core.worker_ready(worker.name, int(fields["in_flight"]), tuple(fields["sizes"]))
+        served.core.worker_ready(worker.name, in_flight, sizes)
         config = worker.spec
         log.info(
             "worker ready worker=%s ms=%d fixed_inputs=%d maca_graph=%d queue_shared=%d",

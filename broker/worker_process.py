@@ -44,34 +44,34 @@ class WorkerProcess:
 
     def spawn(self, now_us: int) -> None:
         """Start the process: exec, a session of its own, no descriptor inherited but the link's and the pipes."""
-        self.status = Segment.create(STATUS_BYTES)
-        self.link, theirs = Link.pair()
-        try:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "mxpool.cli.worker", "--link-fd", str(theirs.fileno())),
-                    *("--log-level", logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()),
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-                env={**os.environ, "PYTHONSAFEPATH": "1"},  # a numpy.py in the working directory is not numpy
-            )
+        with contextlib.ExitStack() as undo:
+            self.status = Segment.create(STATUS_BYTES)
+            undo.callback(self.status.close)
+            self.link, theirs = Link.pair()
+            undo.callback(self.link.close)
+            with theirs:
+                self.process = self._popen(theirs.fileno())
             self.pidfd = _pidfd(self.process)
-        except OSError:
-            self.link.close()
-            self.status.close()
-            raise
-        finally:
-            theirs.close()
+            undo.pop_all()  # all went well: nothing is closed
         assert self.process.stderr is not None
         self.stderr_fd = self.process.stderr.fileno()
         os.set_blocking(self.stderr_fd, False)
         self.state, self.started_us = "starting", now_us
         self.failure, self.cannot_boot = "", False
         self.stderr.clear()
+
+    @staticmethod
+    def _popen(link_fd: int) -> subprocess.Popen[bytes]:
+        level = logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
+        return subprocess.Popen(
+            [sys.executable, "-m", "mxpool.cli.worker", "--link-fd", str(link_fd), "--log-level", level],
+            pass_fds=[link_fd],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, "PYTHONSAFEPATH": "1"},  # a numpy.py in the working directory is not numpy
+        )
 
     @property
     def pid(self) -> int | None:

@@ -93,6 +93,8 @@ def decode_done(data: bytes) -> Done:
     if len(data) < _DONE.size or data[0] != DONE:
         raise MalformedMessage(reason="not a DONE record")
     _, epoch, slot, generation, status, graph, t_start_us, t_end_us = _DONE.unpack_from(data)
+    if graph >= len(GRAPH_WORDS):
+        raise MalformedMessage(reason=f"DONE with graph {graph}")
     if status == 0 and len(data) == _DONE.size:
         return Done(epoch, slot, generation, graph, t_start_us, t_end_us, None)
     try:

@@ -36,7 +36,7 @@ class Jobs:
 def served(name: str = "ranking", *, front: RecordedFront, jobs: Jobs, **keys: Any) -> ServedModel:
     """A model that is loading; ``keys`` are its config's."""
     config = build({"models": {name: {"path": f"/models/{name}.onnx", **keys}}}, "test")
-    return ServedModel(name, config.models[name], [], EPOCH, front.send, jobs)
+    return ServedModel(name, config.models[name], EPOCH, front.send, jobs)
 
 
 def open_slots(model: ServedModel, slots: int = 4, signature: Signature = SIGNATURE) -> None:
