@@ -11,7 +11,7 @@ import pytest
 
 from mxpool import messages
 from mxpool.broker.client_links import HELLO_MAX_US, ArenaPolicy, ClientLinks
-from mxpool.broker.clients import F_SEAL_SHRINK, Client, ClientBook
+from mxpool.broker.clients import Client, ClientBook
 from mxpool.broker.loop import Loop
 from mxpool.clock import now_us
 from mxpool.shm.link import Link, LinkClosed, listen
@@ -172,7 +172,7 @@ def test_a_link_that_says_nothing_is_ended_after_a_while_and_a_greeted_one_is_no
     assert not ended(greeted)
 
 
-def arena(size: int, seal: int = F_SEAL_SHRINK, flags: int = os.O_RDWR) -> int:
+def arena(size: int, seal: int = fcntl.F_SEAL_SHRINK, flags: int = os.O_RDWR) -> int:
     fd = os.memfd_create("arena", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seal)
@@ -198,7 +198,7 @@ def test_an_arena_is_taken_used_and_dropped(rig: Rig) -> None:
 
 @pytest.mark.parametrize(
     ("seal", "flags", "size"),
-    [(0, os.O_RDWR, 4096), (F_SEAL_SHRINK, os.O_WRONLY, 4096), (F_SEAL_SHRINK, os.O_RDWR, 4097)],
+    [(0, os.O_RDWR, 4096), (fcntl.F_SEAL_SHRINK, os.O_WRONLY, 4096), (fcntl.F_SEAL_SHRINK, os.O_RDWR, 4097)],
     ids=["not sealed", "not readable", "another size"],
 )
 def test_a_refused_arena_is_answered_and_the_client_goes_on(rig: Rig, seal: int, flags: int, size: int) -> None:
