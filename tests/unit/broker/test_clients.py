@@ -41,7 +41,7 @@ def memfd(size: int = MIB, *, sealed: bool = True) -> int:
     fd = os.memfd_create("arena", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     if sealed:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     return fd
 
 

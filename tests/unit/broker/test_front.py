@@ -197,7 +197,7 @@ def test_messages_of_a_client_whose_link_has_ended_are_not_run(rig: Rig) -> None
         assert rig.front.socket.poll(WAIT_MS)
         rig.front.receive(rig.handle, 10)
     assert [header for _, header, _, _ in rig.messages] == [b"alive"]
-    assert len(rig.book) == 1
+    assert len(rig.book.by_identity) == 1
 
 
 def test_a_message_above_the_limit_ends_that_connection_only(rig: Rig) -> None:
