@@ -63,7 +63,7 @@ class Bench:
                     self.note(f"{clients} clients {figure}", value)
 
     def ranking(self) -> None:
-        """A real model of the first seed's shape, against its bare session."""
+        """A ranking model, against its bare session."""
         path = f"{self.folder}/ranking.onnx"
         seconds = str(max(5 * self.scale, 1))
         self.note("ranking bare rows_s", cases.figure("session", path, "--seconds", seconds))

@@ -143,6 +143,7 @@ class ClientLinks:
         """The link is over: so is its client."""
         self._loop.remove(peer.link.fileno())
         self._book.peers.pop(peer.token, None)
-        if peer.client is not None:
-            self._gone(peer.client)
+        client, peer.client = peer.client, None  # they would keep each other until the next collection, which is rare
+        if client is not None:
+            self._gone(client)
         peer.close()

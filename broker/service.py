@@ -114,7 +114,7 @@ class Broker:
         return 0
 
     def _pass(self) -> None:
-        """Wait; workers and links; messages; deadlines and deaths; batches; outboxes; clients."""
+        """Wait; workers and links; messages; deadlines and deaths; outboxes; lost clients; batches."""
         front = self.front
         readable = self._more or front.pending()
         if readable:
@@ -132,12 +132,12 @@ class Broker:
                 model.tick(now)
             self._beat(now)
             self._timer_us = now + BUSY_TIMER_US
-        for model in self.models.values():
-            model.schedule(now)
         if front.waiting:
             front.flush()
         while front.lost:
-            self._drop(front.lost.pop())
+            self._drop(front.lost.pop())  # before the next step, since it can free slots
+        for model in self.models.values():
+            model.schedule(now)
 
     def _on_front(self) -> None:
         self._front_stirred = True

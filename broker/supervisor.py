@@ -24,7 +24,6 @@ from mxpool.tensors import Signature
 
 log = logging.getLogger(__name__)
 
-EX_CONFIG = 78  # sysexits.h; what a worker exits with when no retry as it is can help
 STOP_TIMEOUT_US = 5_000_000
 BOOTING = ("starting", "loading", "loaded", "binding")
 
@@ -167,7 +166,7 @@ class Supervisor:
             log.info("worker stopped worker=%s", worker.name)
             return
         reason = worker.failure or describe_exit(code, worker.stderr)
-        worker.life.died(now, reason, worker.cannot_boot or code == EX_CONFIG)
+        worker.life.died(now, reason, worker.cannot_boot or code == messages.EXIT_CANNOT_BOOT)
         log.warning("worker died worker=%s code=%d reason=%s", worker.name, code, reason)
         self._judge(worker.served)
 

@@ -13,6 +13,7 @@ from collections import deque
 from mxpool import messages
 from mxpool.broker.lifecycle import Lifecycle
 from mxpool.broker.served import ServedModel
+from mxpool.exits import exit_words
 from mxpool.shm.link import Link
 from mxpool.shm.segment import Segment
 from mxpool.spec import ModelSpec
@@ -149,5 +150,5 @@ def _pidfd(process: subprocess.Popen[bytes]) -> int:
 
 def describe_exit(code: int, stderr: deque[str]) -> str:
     """An exit code in words, with the last line that the process wrote."""
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    how = f"killed by {exit_words(code)}" if code < 0 else exit_words(code)
     return f"{how}: {stderr[-1]}" if stderr else how

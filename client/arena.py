@@ -12,9 +12,7 @@ from mxpool.client.arrays import Array
 from mxpool.client.regions import Regions
 
 ARENA_BYTES = 64 * 1024 * 1024
-# Rates of push through a broker on two cores, arena / ZeroMQ: 0.98 at 7 and 14 KB, 1.15 to 1.2 from 20 to 110 KB, 4 at
-# 600 KB.
-ARENA_MIN_BYTES = 16_384
+ARENA_MIN_BYTES = 16_384  # below it a message is as fast; measured: docs/bench/arena.md
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 

@@ -21,6 +21,7 @@ from mxpool.client.greeting import connect
 from mxpool.client.pending import Piece
 from mxpool.client.pool import Pool
 from mxpool.client.push import Push
+from mxpool.client.resending import completed
 from mxpool.client.results import Outputs
 from mxpool.client.submitter import Job, Submitter
 from mxpool.client.wakeup import Wakeup
@@ -48,8 +49,8 @@ class Client:
     the caller and stay valid after ``close``.
 
     A connection is opened when a call needs one: a broker that is gone or not there is BrokerLost, and the next call
-    tries again. Nothing is sent twice unless asked for (``retries``), but for requests that a full queue refused in
-    ``push``.
+    tries again. Nothing is sent twice unless asked for (``retries``), but for what a full queue refused of ``push``
+    or of a request that was split.
     """
 
     def __init__(self, endpoint: str | None = None) -> None:
@@ -72,11 +73,17 @@ class Client:
     def infer(self, model: str, arrays: Mapping[str, Any], timeout_s: float = 30.0, retries: int = 0) -> dict[str, Any]:
         """Run one request and wait for its outputs, by name.
 
-        ``retries`` more attempts are made within ``timeout_s`` after errors that are ``retryable``, with the broker's
-        pauses between them; after BrokerLost or WorkerDied the request may then run twice.
+            image = np.zeros((1, 3, 224, 224), np.float32)  # one row of an FP32 input with the dims [3, 224, 224]
+            scores = client.infer("resnet", {"image": image})["scores"]  # (1, 1000) float32, say
+
+        A request that is larger than a batch waits a full queue out; a smaller one is refused by it. ``retries`` more
+        attempts are made within ``timeout_s`` after errors that are ``retryable``, with the broker's pauses between
+        them; after BrokerLost or WorkerDied the request may then run twice.
 
         Raises:
             InvalidTensor: the arrays are not what the model takes; nothing was sent.
+            DeadlineExceeded: no answer within ``timeout_s``; at once where that is 0 or less.
+            ValueError: ``timeout_s`` is NaN.
             MxPoolError: any other error of ``mxpool.errors``, by its ``code``.
         """
         timeout_us = _timeout_us(timeout_s)
@@ -101,6 +108,8 @@ class Client:
         moment it is sent.
 
         Raises:
+            ValueError: ``in_flight`` is below 1, or ``timeout_s`` is NaN; by the call itself, as the next one.
+            DeadlineExceeded: ``timeout_s`` is 0 or less.
             MxPoolError: at the first frame that fails, with its index as ``fields["index"]``; frames after it are
                 cancelled.
         """
@@ -113,7 +122,14 @@ class Client:
         """Send one request by the client's I/O thread, which the first call starts.
 
         The arrays are copied before this returns. ``cancel()`` of the future, until it is done, frees the request at
-        the broker. Raises as ``infer`` does for arrays that do not fit; everything else is the future's.
+        the broker. The call itself may wait: up to 1 s for a connection that has to be opened, and at the first use
+        of a model, up to ``timeout_s``, until that is loaded.
+
+        Raises:
+            InvalidTensor: the arrays are not what the model takes; nothing was sent.
+            DeadlineExceeded: ``timeout_s`` is 0 or less, or ended before the model was known.
+            ValueError: ``timeout_s`` is NaN.
+            MxPoolError: there is no broker, or no such model. What comes after it is the future's.
         """
         timeout_us = _timeout_us(timeout_s)
         deadline_us = now_us() + timeout_us
@@ -128,6 +144,8 @@ class Client:
 
         Raises:
             UnknownVerb, PermissionDenied, UnknownModel, MxPoolError: as the broker says.
+            DeadlineExceeded: no reply within ``timeout_s``; at once where that is 0 or less.
+            ValueError: ``timeout_s`` is NaN.
         """
         timeout_us = _timeout_us(timeout_s)
         with self._lent(now_us() + timeout_us) as exchange:
@@ -160,7 +178,7 @@ class Client:
         with self._lent(deadline_us) as exchange:
             pieces = self._pieces(exchange, model, arrays, deadline_us)
             try:
-                outputs: Outputs = exchange.complete(exchange.post(model, pieces, deadline_us, timeout_us))
+                outputs: Outputs = completed(exchange, exchange.post(model, pieces, deadline_us, timeout_us))
                 return outputs
             except _STALE:
                 self._forms.forget(model)

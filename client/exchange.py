@@ -27,7 +27,7 @@ class Exchange:
     """Open requests of one thread on one connection. Not thread-safe.
 
     A lost broker is never raised here: it finishes every open ticket with BrokerLost, and ``broken`` stays true.
-    Another thread may set ``closing`` and then write to the connection's wake descriptor: the next turn ends all.
+    Another thread may set ``closing`` and then the Wakeup that the connection was opened with: the next turn ends all.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -61,8 +61,12 @@ class Exchange:
         patient: bool = False,
         owner: Any = None,
     ) -> Ticket:
-        """Send a request; the ticket may be done at once, with BrokerLost."""
-        ticket = self.pending.open(pieces, deadline_us, timeout_us, patient=patient, owner=owner)
+        """Send a request; the ticket may be done at once, with BrokerLost.
+
+        Several pieces make the ticket patient in any case: they may fill the queue by themselves.
+        """
+        patient = patient or len(pieces) > 1
+        ticket = self.pending.open(pieces, deadline_us, timeout_us, model=model, patient=patient, owner=owner)
         try:
             if self.broken:
                 raise self.connection.lost("the connection is broken")
@@ -72,7 +76,7 @@ class Exchange:
             self._lose(error)
         return ticket
 
-    def resend(self, model: str, limit: int) -> None:
+    def resend(self, limit: int) -> None:
         """Send pieces again that a full queue refused, while fewer than ``limit`` are with the broker."""
         refused = self.pending.refused
         try:
@@ -81,7 +85,7 @@ class Exchange:
                 if piece.ticket.done:
                     self._release(piece)
                 else:
-                    self._send(model, piece, piece.ticket.deadline_us)
+                    self._send(piece.ticket.model, piece, piece.ticket.deadline_us)
         except BrokerLost as error:
             self._lose(error)
 
@@ -106,11 +110,18 @@ class Exchange:
     def cancel_all(self) -> None:
         """Finish every open request as cancelled, and have the broker forget them."""
         self._send_cancels(self.pending.cancel_all())
+        self.forget_refused()
+
+    def forget_refused(self) -> None:
+        """Send none of the refused pieces again. The broker has none of them; their tickets are done."""
         while self.pending.refused:
             self._release(self.pending.refused.popleft())
 
     def turn(self, until_us: int = 0) -> None:
-        """Take in what has come, or wait for it up to ``until_us`` or the next deadline; then expire what is due."""
+        """Take in what has come, or wait for it up to ``until_us`` or the next deadline; then expire what is due.
+
+        Nothing expires while there is more to take in: its answer may be among it.
+        """
         if self.broken or self.closing:
             self._lose(ClientUnusable(CLOSED) if self.closing else self.connection.lost("the connection is broken"))
             return
@@ -126,11 +137,11 @@ class Exchange:
                     self._take_in(self.connection.receive())
         except BrokerLost as error:
             self._lose(error)
-        if due_us is not None:
-            self._send_cancels(self.pending.expire(now_us()))
+        if due_us is not None and due_us <= (now := now_us()) and not self.broken and not self.connection.readable():
+            self._send_cancels(self.pending.expire(now))
 
     def complete(self, ticket: Ticket) -> Any:
-        """Take turns until ``ticket`` is done; its outputs, or raises its error."""
+        """Take turns until ``ticket`` is done; its outputs, or raises its error. Patient ones: ``resending``."""
         while not ticket.done:
             self.turn(ticket.deadline_us)
         return ticket.take()

@@ -2,7 +2,7 @@
 
 A *ticket* is one request of the caller. It goes out as one *piece*, or as several where it is larger than a batch; each
 piece has an id of its own on the wire. A ticket is finished exactly once, by the first of: all its pieces answered, one
-piece failed, its deadline, a cancel. What comes for it afterwards is late: counted and dropped.
+piece failed, its deadline, a cancel. What comes for it afterwards is late, and dropped.
 """
 
 from __future__ import annotations
@@ -39,14 +39,17 @@ class Piece:
 class Ticket:
     """One request of the caller, from ``Pending.open`` until it is ``done``.
 
-    ``patient``: a full queue is no failure; its pieces go to ``Pending.refused`` to be sent again. ``owner`` is for the
-    caller; tickets with an owner are listed in ``Pending.finished``.
+    ``patient``: a full queue is no failure; its pieces go to ``Pending.refused`` to be sent again to ``model``.
+    ``owner`` is for the caller; tickets with an owner are listed in ``Pending.finished``.
     """
 
-    __slots__ = ("deadline_us", "done", "error", "outputs", "owner", "patient", "pieces", "timeout_us")
+    __slots__ = ("deadline_us", "done", "error", "model", "outputs", "owner", "patient", "pieces", "timeout_us")
 
-    def __init__(self, pieces: Sequence[Piece], deadline_us: int, timeout_us: int, patient: bool, owner: Any) -> None:
+    def __init__(
+        self, pieces: Sequence[Piece], deadline_us: int, timeout_us: int, model: str, patient: bool, owner: Any
+    ) -> None:
         self.pieces = pieces
+        self.model = model
         self.deadline_us = deadline_us
         self.timeout_us = timeout_us
         self.patient = patient
@@ -71,9 +74,9 @@ class Pending:
     """
 
     def __init__(self, first_id: int = 1) -> None:
-        self.late = 0
         self.finished: list[Ticket] = []
         self.refused: deque[Piece] = deque()
+        self.refusals = 0  # how many pieces ever went to ``refused``
         self.refusal: QueueFull | None = None  # the latest
         self._next_id = first_id
         self._pieces: dict[int, Piece] = {}
@@ -95,10 +98,17 @@ class Pending:
         return request_id
 
     def open(
-        self, pieces: Sequence[Piece], deadline_us: int, timeout_us: int, *, patient: bool = False, owner: Any = None
+        self,
+        pieces: Sequence[Piece],
+        deadline_us: int,
+        timeout_us: int,
+        *,
+        model: str = "",
+        patient: bool = False,
+        owner: Any = None,
     ) -> Ticket:
         """A new ticket for ``pieces``, each of which is to be issued next. ``timeout_us`` is for the error's text."""
-        ticket = Ticket(pieces, deadline_us, timeout_us, patient, owner)
+        ticket = Ticket(pieces, deadline_us, timeout_us, model, patient, owner)
         for piece in pieces:
             piece.ticket = ticket
         due = self._due
@@ -126,7 +136,7 @@ class Pending:
         """A result for ``request_id``; the piece that the broker is done with now, or None for an unknown id."""
         piece = self._pieces.pop(request_id, None)
         if piece is None:
-            return self._late(request_id)
+            return self._leaving.pop(request_id, None)
         ticket = piece.ticket
         if len(ticket.pieces) == 1:
             self._finish(ticket, outputs, None)
@@ -144,9 +154,10 @@ class Pending:
         """
         piece = self._pieces.pop(request_id, None)
         if piece is None:
-            return self._late(request_id), []
+            return self._leaving.pop(request_id, None), []
         if piece.ticket.patient and isinstance(error, QueueFull):
             self.refused.append(piece)
+            self.refusals += 1
             self.refusal = error
             return None, []
         return piece, self.abandon(piece.ticket, error)
@@ -196,10 +207,6 @@ class Pending:
         ticket.pieces = ()  # a done ticket may wait in _due for long; its bodies need not
         if ticket.owner is not None:
             self.finished.append(ticket)
-
-    def _late(self, request_id: int) -> Piece | None:
-        self.late += 1
-        return self._leaving.pop(request_id, None)
 
     def _sweep(self) -> None:
         self._due = deque(ticket for ticket in self._due if not ticket.done)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from mxpool.client.backoff import pause_us
 from mxpool.client.exchange import Exchange
 from mxpool.client.pending import Piece, Ticket
+from mxpool.client.resending import Resending
 from mxpool.client.results import Outputs
-from mxpool.client.window import Window
 from mxpool.clock import now_us
 from mxpool.errors import InvalidRequest, MxPoolError
 
@@ -36,33 +34,28 @@ class Push:
         self._make_pieces = make_pieces
         self._in_flight = in_flight
         self._timeout_us = timeout_us
-        self._window = Window(in_flight)
+        self._resending = Resending(exchange, in_flight)
+        self._window = self._resending.window
         self._order: deque[Ticket] = deque()
         self._more = True
-        self._refusals = 0
 
     def results(self) -> Iterator[Outputs]:
         """Outputs in the order of the frames; raises at the first frame that failed, with its index in ``fields``."""
-        order, window, index = self._order, self._window, 0
+        order, index = self._order, 0
         while True:
             self._fill()
             if not order:
                 return
             if not order[0].done:
                 self._wait()
-            ready = 0
             while order and order[0].done:
                 try:
                     outputs = order.popleft().take()
                 except MxPoolError as error:
                     error.fields["index"] = index
                     raise
-                ready += 1
                 index += 1
                 yield outputs
-            if ready:
-                window.answered(ready)
-                self._refusals = 0
 
     def _fill(self) -> None:
         """Send while there is room, but not for longer than a look at the answers may wait."""
@@ -71,7 +64,7 @@ class Push:
         if now < self._window.open_at_us:
             return
         if pending.refused:
-            self._exchange.resend(self._model, allowed)
+            self._exchange.resend(allowed)
         while self._more and len(order) < self._in_flight and len(pending) < allowed:
             try:
                 frame = next(self._frames)
@@ -88,7 +81,7 @@ class Push:
             pieces = self._make_pieces(frame)
         except InvalidRequest as error:
             # Results of the frames before it come first: it takes its place in the order as a ticket that failed.
-            failed = Ticket((), now, 0, False, None)
+            failed = Ticket((), now, 0, self._model, False, None)
             failed.done, failed.error = True, error
             self._order.append(failed)
             self._more = False
@@ -98,16 +91,9 @@ class Push:
 
     def _wait(self) -> None:
         """Take in answers; wait for them only while nothing can be sent."""
-        exchange, pending, window = self._exchange, self._exchange.pending, self._window
-        refused = len(pending.refused)
-        may_send = len(pending) < window.allowed and (
-            refused > 0 or (self._more and len(self._order) < self._in_flight)
-        )
-        if not may_send:
-            exchange.turn(self._order[0].deadline_us)
+        pending, window = self._exchange.pending, self._window
+        has_more = bool(pending.refused) or (self._more and len(self._order) < self._in_flight)
+        if has_more and len(pending) < window.allowed:
+            self._resending.turn(window.open_at_us if window.open_at_us > now_us() else 0)
         else:
-            exchange.turn(window.open_at_us if window.open_at_us > now_us() else 0)
-        if len(pending.refused) > refused and pending.refusal is not None:
-            pause = pause_us(pending.refusal, self._refusals, random.random())
-            window.refused(len(pending), now_us(), pause)
-            self._refusals += 1
+            self._resending.turn(self._order[0].deadline_us)

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 
 from mxpool.client.exchange import CLOSED, Exchange
 from mxpool.client.pending import Piece, Ticket
+from mxpool.client.resending import Resending
 from mxpool.client.results import Outputs
 from mxpool.client.wakeup import Wakeup
 from mxpool.clock import now_us
@@ -63,6 +64,7 @@ class Submitter:
         self._stopping = False
         self._ended = False
         self._exchange: Exchange | None = None
+        self._resending: Resending | None = None  # there while the exchange is
         self._thread = threading.Thread(target=self._run, name="mxpool-submit", daemon=True)
 
     def start(self) -> None:
@@ -104,12 +106,12 @@ class Submitter:
             return
         while self._inbox:
             self._handle(self._inbox.popleft())
-        if self._exchange is None:
+        if self._exchange is None or self._resending is None:
             poll = select.poll()
             poll.register(self._wakeup, select.POLLIN)
             poll.poll()
             return
-        self._exchange.turn(now_us() + IDLE_US)
+        self._resending.resend_and_turn(now_us() + IDLE_US)
         self._settle(self._exchange)
 
     def _handle(self, job: Job) -> None:
@@ -132,6 +134,7 @@ class Submitter:
 
     def _open(self, timeout_s: float) -> Exchange:
         self._exchange = self._connect(self._wakeup, timeout_s)
+        self._resending = Resending(self._exchange)
         return self._exchange
 
     def _settle(self, exchange: Exchange) -> None:
@@ -140,7 +143,7 @@ class Submitter:
             ticket.owner.settle(ticket.outputs, ticket.error)
         if exchange.broken:
             exchange.close()
-            self._exchange = None
+            self._exchange = self._resending = None
 
     def _end(self) -> None:
         if self._exchange is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import threading
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,16 @@ DESCRIPTORS_MAX = 4
 
 _RIGHTS_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * 4)
 _RECEIVE = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+
+
+class _Buffers(threading.local):
+    """Where a thread receives, whatever the link: a broker with 1,000 idle clients is not to hold 64 MiB for them."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(bytearray(RECORD_BYTES_MAX))
+
+
+_buffers = _Buffers()
 
 
 class LinkClosed(Exception):
@@ -47,7 +58,6 @@ class Link:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._buffer = memoryview(bytearray(RECORD_BYTES_MAX))
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
@@ -115,12 +125,13 @@ class Link:
 
     def _receive_message(self) -> tuple[bytes, list[tuple[int, int, bytes]], int]:
         # Not socket.recv_fds: it drops its flags (bpo-46390) and would block.
+        buffer = _buffers.view
         try:
-            size, rights, flags, _ = self._socket.recvmsg_into([self._buffer], _RIGHTS_BYTES, _RECEIVE)
+            size, rights, flags, _ = self._socket.recvmsg_into([buffer], _RIGHTS_BYTES, _RECEIVE)
         except ConnectionResetError:
             # Told once, and before what the peer had sent, if it died with records of ours unread: unix(7).
-            size, rights, flags, _ = self._socket.recvmsg_into([self._buffer], _RIGHTS_BYTES, _RECEIVE)
-        return bytes(self._buffer[:size]), rights, flags
+            size, rights, flags, _ = self._socket.recvmsg_into([buffer], _RIGHTS_BYTES, _RECEIVE)
+        return bytes(buffer[:size]), rights, flags
 
     def receive(self, timeout_s: float) -> Packet | None:
         """Wait up to ``timeout_s`` (rounded up to 1 ms) for a record; None if none came."""

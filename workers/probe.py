@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from typing import IO
 
 from mxpool import messages
 from mxpool.errors import LoadFailed, MxPoolError, from_wire
+from mxpool.exits import exit_words
 from mxpool.shm.link import Link, LinkClosed
 from mxpool.spec import ModelSpec
 from mxpool.tensors import Signature
@@ -98,8 +98,7 @@ def _death(child: subprocess.Popen[bytes], stderr: IO[bytes]) -> str:
     stderr.seek(max(stderr.seek(0, os.SEEK_END) - STDERR_BYTES, 0))
     lines = stderr.read().decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
-    end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return f"the process that loaded it ended with {end}: {last}"
+    return f"the process that loaded it ended with {exit_words(code)}: {last}"
 
 
 def _end(child: subprocess.Popen[bytes]) -> int:

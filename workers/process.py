@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 EXIT_STOPPED = 0
 EXIT_SICK = 70  # EX_SOFTWARE of sysexits.h: start another one, with back-off
-EXIT_CANNOT_BOOT = 78  # EX_CONFIG: the same file and config will fail again
 _CANNOT_BOOT = (ModelInvalid, NotServable, ProviderUnavailable)
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "MACA_VISIBLE_DEVICES")
 
@@ -105,7 +104,7 @@ def _give_up(link: Link, error: LoadFailed) -> int:
     log.error("worker cannot load: %s", error.message, exc_info=error.__cause__)
     with contextlib.suppress(LinkClosed):
         link.send(record)
-    return EXIT_CANNOT_BOOT if cannot_boot else EXIT_SICK
+    return messages.EXIT_CANNOT_BOOT if cannot_boot else EXIT_SICK
 
 
 def _expect(link: Link, kind: int) -> tuple[dict[str, Any], int]:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from mxpool import accounts, endpoint
 from mxpool.errors import ConfigInvalid
 from mxpool.faults import Fault, cross_faults, invalid, pydantic_faults
-from mxpool.spec import ModelSpec, default_sizes
+from mxpool.spec import BACKENDS, ModelSpec, default_sizes
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,7 +26,6 @@ else:
 
 NAME_PATTERN = "^[a-z0-9][a-z0-9._-]{0,63}$"
 _NAMES = "a-z, 0-9, '.', '_' and '-', at most 64 characters, the first a letter or digit"
-BACKENDS = {".onnx": "onnxruntime", ".plan": "tensorrt", ".engine": "tensorrt"}
 DAY_MS = 86_400_000
 I64_MAX = 2**63 - 1
 
@@ -123,12 +122,12 @@ class ModelConfig(_Frozen):
 
     path: str = _choice(
         ...,
-        "a file that ends in .onnx, .plan or .engine (any, if backend is set)",
+        "a file that ends in .onnx (any, if backend is set)",
         "The model file; a relative path starts at the config file's folder.",
         min_length=1,
     )
     backend: Name | None = _choice(
-        None, "onnxruntime, tensorrt, or a name from the entry point mxpool.backends", "What runs it.", "by the suffix"
+        None, "onnxruntime, or a name from the entry point mxpool.backends", "What runs it.", "by the suffix"
     )
     max_batch_size: int = _number(128, 0, 65_536, "Rows of one batch; 0 runs one request at a time.", "rows")
     dims: Mapping[str, Dims] = _choice(
@@ -145,7 +144,10 @@ class ModelConfig(_Frozen):
     )
     load: Literal["eager"] = _choice("eager", "eager", "When it is loaded: at start.")
     workers: Mapping[str, Count] = _choice(
-        lambda: {"cpu": 1}, "device name = 1 to 256", "Worker processes on each device.", min_length=1
+        lambda: {"cpu": 1},
+        "device name = 1 to 256; onnxruntime: devices of kind cpu",
+        "Worker processes on each device.",
+        min_length=1,
     )
     queue: Literal["shared", "per_worker"] = _choice(
         "shared", "shared, per_worker", "One queue that every worker takes from, or one for each, filled in turn."
@@ -177,6 +179,11 @@ class ModelConfig(_Frozen):
         return os.path.normpath(Path((info.context or {}).get("base", ".")) / path)
 
     @property
+    def backend_name(self) -> str | None:
+        """``backend``, or else the one for the file's suffix; None if that belongs to none."""
+        return self.backend or BACKENDS.get(Path(self.path).suffix.lower())
+
+    @property
     def worker_count(self) -> int:
         """Workers on all devices together."""
         return sum(self.workers.values())
@@ -188,10 +195,12 @@ class ModelConfig(_Frozen):
 
     def spec(self, name: str, device: DeviceConfig) -> ModelSpec:
         """What a worker on ``device`` is told. Without fixed input buffers there is no graph."""
+        backend = self.backend_name
+        assert backend is not None  # cross_faults
         return ModelSpec(
             name=name,
             path=self.path,
-            backend=self.backend or BACKENDS[Path(self.path).suffix.lower()],
+            backend=backend,
             device_kind=device.kind,
             device_index=device.index,
             max_batch_size=self.max_batch_size,

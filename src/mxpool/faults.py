@@ -6,13 +6,13 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from mxpool.errors import ConfigInvalid
+from mxpool.spec import BACKENDS
 
 if TYPE_CHECKING:
     from mxpool.config import Config, ModelConfig
@@ -162,14 +162,15 @@ def cross_faults(config: Config) -> list[Fault]:
 
 
 def _model_faults(model: ModelConfig, config: Config) -> Iterator[Fault]:
-    suffix, largest = Path(model.path).suffix.lower(), max(model.max_batch_size, 1)
-    if model.backend is None and suffix not in (".onnx", ".plan", ".engine"):
-        yield Fault(("path",), f"{_shown(model.path)} ends in none of .onnx, .plan, .engine; rename it or set backend")
+    yield from _backend_faults(model)
     for device in model.workers:
         if device not in config.devices:
             known = ", ".join(sorted(config.devices))
             yield Fault(("workers", device), f"no device of that name is declared; declared: {known}")
-    sizes = model.batch_sizes
+        elif device != "cpu" and model.backend_name == "onnxruntime" and config.devices[device].kind != "cpu":
+            kind = config.devices[device].kind
+            yield Fault(("workers", device), f"onnxruntime on {kind} is not in this release; allowed: kind cpu")
+    sizes, largest = model.batch_sizes, max(model.max_batch_size, 1)
     if sizes and list(sizes) != sorted(set(sizes)):
         yield Fault(("batch_sizes",), f"{_shown(sizes)} does not ascend")
     elif sizes and sizes[-1] != largest:
@@ -181,3 +182,13 @@ def _model_faults(model: ModelConfig, config: Config) -> Iterator[Fault]:
         )
     if model.graph == "require" and not model.fixed_input_buffers:
         yield Fault(("graph",), '"require" needs fixed_input_buffers = true: a graph holds the addresses of its inputs')
+
+
+def _backend_faults(model: ModelConfig) -> Iterator[Fault]:
+    if model.backend_name is None:
+        known = ", ".join(BACKENDS)
+        yield Fault(("path",), f"{_shown(model.path)} ends in none of {known}; rename it or set backend")
+    elif model.backend_name == "tensorrt":
+        key = "path" if model.backend is None else "backend"
+        shown = _shown(getattr(model, key))
+        yield Fault((key,), f"{shown} needs the tensorrt backend, which is not in this release")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+BACKENDS = {".onnx": "onnxruntime", ".plan": "tensorrt", ".engine": "tensorrt"}  # by the suffix of the model's file
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:

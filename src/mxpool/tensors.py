@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from mxpool.errors import InvalidTensor
-
 DATATYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
     "UINT8": np.dtype("<u1"),
@@ -28,19 +26,6 @@ DATATYPES: dict[str, np.dtype[Any]] = {
     "FP32": np.dtype("<f4"),
     "FP64": np.dtype("<f8"),
 }
-_BY_DTYPE = {dtype: name for name, dtype in DATATYPES.items()}
-
-
-def datatype_of(dtype: np.dtype[Any], tensor: str) -> str:
-    """The KServe datatype of a numpy dtype in native (little-endian) byte order.
-
-    Raises:
-        InvalidTensor: for strings, objects, structures, complex numbers and foreign byte orders.
-    """
-    found = _BY_DTYPE.get(dtype)
-    if found is None:
-        raise InvalidTensor(tensor=tensor, reason="unsupported dtype", got=str(dtype), expected="/".join(DATATYPES))
-    return found
 
 
 @dataclass(frozen=True, slots=True)

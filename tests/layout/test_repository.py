@@ -33,9 +33,18 @@ PURE = {
     "broker/roster",
     "broker/lifecycle",
     "broker/core",
+    "broker/tickets",
+    "broker/recovery",
+    "broker/admission",
+    "broker/outbox",
+    "broker/telemetry",
     "client/pending",
     "client/regions",
     "client/arrays",
+    "client/results",
+    "client/window",
+    "client/backoff",
+    "workers/backends/onnx_signature",
 }
 IO_MODULES = {"socket", "zmq", "time", "os", "select", "selectors", "subprocess", "threading", "asyncio", "random",
               "signal", "shutil", "tempfile", "pathlib", "posix_ipc"}  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
 import re
 import select
 import signal
@@ -397,6 +399,33 @@ def test_a_worker_inherits_no_descriptor_of_its_broker() -> None:
             assert sockets(pid)
             assert not {name for name in sockets(pid) if name.startswith("socket:")} & brokers
             assert "anon_inode:[eventpoll]" not in sockets(pid)
+
+
+# A11
+
+
+def test_requests_that_a_coroutine_cancels_leave_every_other_its_own_answer() -> None:
+    count = soak(1000, 300)
+    random_ = random.Random(11)
+
+    async def ask(client: Client) -> int:
+        futures = [client.submit("echo", x(number)) for number in range(count)]
+        waiting = [asyncio.wrap_future(future) for future in futures]
+        dropped = set(range(0, count, 3))
+        for number in random_.sample(sorted(dropped), len(dropped)):
+            await asyncio.wait(waiting[number : number + 1], timeout=random_.random() / 1000)
+            waiting[number].cancel()
+        for number, future in enumerate(waiting):
+            if number not in dropped:
+                assert (await future)["y"][0, 0] == number
+        return sum(future.cancelled() for future in waiting)
+
+    with Pool({"echo": echo(delay_ms=1, max_queue_size=count)}) as pool, pool.client() as client:
+        cancelled = asyncio.run(ask(client))
+        assert 0 < cancelled < count
+        wait_until(lambda: pool.model()["received"] == sum(outcomes(pool).values()), "an outcome for every request")
+        assert pool.model()["queue_depth"] == 0
+        assert client.infer("echo", x(-1))["y"][0, 0] == -1
 
 
 # A13

@@ -28,6 +28,11 @@ def tree(**model: Any) -> dict[str, Any]:
     return {"models": {"ranking": {"path": "ranking.onnx", **model}}}
 
 
+def on_device(kind: str, **model: Any) -> dict[str, Any]:
+    """A config of one model with workers on the CPU and on a device of ``kind``."""
+    return {**tree(workers={"cpu": 1, "gpu0": 2}, **model), "devices": {"gpu0": {"kind": kind}}}
+
+
 def refused(given: dict[str, Any]) -> ConfigInvalid:
     with pytest.raises(ConfigInvalid) as caught:
         build(given, "mx.toml")
@@ -62,7 +67,7 @@ def test_every_key_of_the_design_is_taken(tmp_path: Path) -> None:
     index = 3
     [models.ranking]
     path = "/srv/ranking.onnx"
-    backend = "onnxruntime"
+    backend = "mine"
     max_batch_size = 64
     dims = { image = [3, 48, 192], one = [] }
     batch_sizes = [1, 8, 64]
@@ -143,6 +148,12 @@ def test_all_bad_values_are_told_at_once() -> None:
         (tree(slots=3, workers={"cpu": 3}), "models.ranking.slots", "3 is less than 4"),
         (tree(graph="require", fixed_input_buffers=False), "models.ranking.graph", "needs fixed_input_buffers"),
         (tree(path="ranking.bin"), "models.ranking.path", "ends in none of .onnx, .plan, .engine"),
+        (tree(path="ranking.plan"), "models.ranking.path", "tensorrt backend, which is not in this release"),
+        (tree(path="ranking.ENGINE"), "models.ranking.path", "tensorrt backend, which is not in this release"),
+        (tree(backend="tensorrt"), "models.ranking.backend", "tensorrt backend, which is not in this release"),
+        (on_device("cuda"), "models.ranking.workers.gpu0", "onnxruntime on cuda is not in this release"),
+        (on_device("maca"), "models.ranking.workers.gpu0", "onnxruntime on maca is not in this release"),
+        (on_device("maca", backend="onnxruntime"), "models.ranking.workers.gpu0", "not in this release"),
         (tree(path="a\0.onnx"), "models.ranking.path", "NUL"),
         (tree(path=""), "models.ranking.path", "is empty"),
         ({"models": {"ranking": {}}}, "models.ranking.path", "is missing; allowed: a file"),
@@ -206,10 +217,16 @@ def test_any_file_is_a_model_where_the_backend_is_named() -> None:
     assert loaded.models["ranking"].spec("ranking", loaded.devices["cpu"]).backend == "echo"
 
 
-@pytest.mark.parametrize(("suffix", "backend"), [("onnx", "onnxruntime"), ("PLAN", "tensorrt"), ("engine", "tensorrt")])
-def test_the_suffix_names_the_backend(suffix: str, backend: str) -> None:
+@pytest.mark.parametrize("suffix", ["onnx", "ONNX"])
+def test_the_suffix_names_the_backend(suffix: str) -> None:
     loaded = build(tree(path=f"/srv/model.{suffix}"), "mx.toml")
-    assert loaded.models["ranking"].spec("ranking", loaded.devices["cpu"]).backend == backend
+    assert loaded.models["ranking"].spec("ranking", loaded.devices["cpu"]).backend == "onnxruntime"
+
+
+def test_a_device_of_any_kind_may_be_declared_and_used_by_a_backend_of_another_package() -> None:
+    build({**tree(), "devices": {"gpu0": {"kind": "cuda"}}}, "mx.toml")
+    loaded = build(on_device("cuda", backend="mine"), "mx.toml")
+    assert loaded.models["ranking"].spec("ranking", loaded.devices["gpu0"]).device_kind == "cuda"
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 128])
@@ -226,7 +243,7 @@ def test_without_fixed_buffers_a_worker_is_told_to_use_no_graph() -> None:
 
 @pytest.mark.parametrize(("workers", "slots"), [({"cpu": 1}, 6), ({"cpu": 2}, 6), ({"cpu": 2, "gpu0": 3}, 12)])
 def test_slots_grow_with_the_workers_of_all_devices(workers: dict[str, int], slots: int) -> None:
-    given = {**tree(workers=workers), "devices": {"gpu0": {"kind": "cuda"}}}
+    given = {**tree(workers=workers, backend="echo"), "devices": {"gpu0": {"kind": "cuda"}}}
     assert build(given, "mx.toml").models["ranking"].slot_count == slots
 
 

@@ -20,6 +20,7 @@ from mxpool.spec import ModelSpec
 from mxpool.tensors import Signature, TensorSpec
 from mxpool.workers.backends.onnx_signature import Declared, Probe, Reader
 from mxpool.workers.backends.ort_session import (
+    CPU_ONLY,
     LOG_FATAL,
     PROVIDERS,
     check_file,
@@ -60,8 +61,7 @@ class OnnxRuntimeBackend:
             raise NotServable(path=spec.path, what="graph", name="require", reason="the CPU has no device graphs")
         runtime = import_runtime(spec.device_kind)
         if spec.device_kind != "cpu":
-            reason = f"the {spec.device_kind} backend comes in a later release"
-            raise NotServable(path=spec.path, what="device", name=spec.device_kind, reason=reason)
+            raise NotServable(path=spec.path, what="device", name=spec.device_kind, reason=CPU_ONLY)
         check_file(spec.path)
         self._session = open_session(runtime, spec, session_options(runtime, spec))
         self._run_options = runtime.RunOptions()

@@ -19,6 +19,7 @@ PROVIDERS = {
     "cuda": ("CUDAExecutionProvider", "onnxruntime-gpu"),
     "maca": ("MACAExecutionProvider", "the vendor's onnxruntime wheel for MACA"),
 }
+CPU_ONLY = "this release serves onnxruntime models on the CPU only"
 REASON_CHARS_MAX = 500  # a runtime's message can hold a whole graph; the first part tells what happened
 LOG_ERROR, LOG_FATAL = 3, 4
 
@@ -71,10 +72,12 @@ def import_runtime(device_kind: str) -> Any:
         runtime: Any = importlib.import_module("onnxruntime")
     except ImportError as error:
         reason = f"onnxruntime cannot be imported ({one_line(error)}); pip install mxpool[cpu] brings the CPU build"
+        if device_kind != "cpu":
+            reason += f", and {CPU_ONLY}"
         raise ProviderUnavailable(provider=provider, actual="nothing", reason=reason, package=package) from None
     available = runtime.get_available_providers()
     if provider not in available:
-        reason = f"the installed onnxruntime {runtime.__version__} was built without it"
+        reason = f"the installed onnxruntime {runtime.__version__} was built without it, and {CPU_ONLY}"
         raise ProviderUnavailable(provider=provider, actual=", ".join(available), reason=reason, package=package)
     return runtime
 

@@ -1,6 +1,11 @@
 """What a backend must do: load a model, bind slots once, run batches in order.
 
-Built in: ``onnxruntime`` and ``echo`` (tests). Others come by entry point, group ``mxpool.backends``.
+Built in: ``onnxruntime`` and ``echo`` (tests). Others come by entry point, group ``mxpool.backends``: docs/backends.md
+has an example.
+
+Errors of ``load`` and ``bind`` decide about a restart. ModelInvalid, NotServable and ProviderUnavailable mean that the
+same file and config will fail again: that worker is never started again. Any other LoadFailed, and any other exception,
+is retried with back-off.
 """
 
 from __future__ import annotations
@@ -19,8 +24,10 @@ from mxpool.tensors import Signature
 class Loaded:
     """What ``load`` found: the signature, the batch sizes that it will run, and plain values for status and logs.
 
-    ``sizes`` are ascending, the last one holds ``max_batch_size`` rows: those of the spec unless the file or the device
-    allows fewer.
+    ``sizes`` ascend and end at ``max(max_batch_size, 1)``, the rows of a full slot: those of the spec, unless the file
+    or the device allows fewer. The broker pads each batch to one of them. In ``report`` the broker itself reads
+    ``backend`` (a word, shown as the model's platform) and, of what ``bind`` returns, ``graph`` ("on" or "off"); the rest
+    is only shown.
     """
 
     signature: Signature
@@ -67,6 +74,8 @@ class Backend(Protocol):
 
     def start(self, slot: int, size: int) -> None:
         """Begin the batch that lies in ``slot``, at ``size`` rows (one of those bound).
+
+        Of the slot's outputs only the first ``size`` rows may be written, and of its inputs nothing.
 
         A failure that the process survives is kept for ``finish``; anything raised here means that it is sick.
         """

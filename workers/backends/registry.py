@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
-from mxpool.errors import LoadFailed, ModelInvalid, NotServable
+from mxpool.errors import LoadFailed, NotServable
 from mxpool.spec import ModelSpec
 from mxpool.workers.backends.protocol import Backend
 
@@ -16,30 +15,16 @@ BUILT_IN = {
     "onnxruntime": "mxpool.workers.backends.onnxruntime:OnnxRuntimeBackend",
     "echo": "mxpool.workers.backends.echo:EchoBackend",
 }
-SUFFIXES = {".onnx": "onnxruntime", ".plan": "tensorrt", ".engine": "tensorrt"}
-
-
-def backend_name(spec: ModelSpec) -> str:
-    """The backend that ``spec`` names, or else the one for its file's suffix.
-
-    Raises:
-        ModelInvalid: if the suffix belongs to none.
-    """
-    suffix = Path(spec.path).suffix.lower()
-    found = spec.backend or SUFFIXES.get(suffix)
-    if not found:
-        reason = f"the suffix {suffix!r} belongs to no backend (known: {', '.join(SUFFIXES)}); set backend"
-        raise ModelInvalid(path=spec.path, reason=reason)
-    return found
 
 
 def create(spec: ModelSpec) -> Backend:
     """The backend for ``spec``, not loaded yet; only its own module is imported.
 
     Raises:
+        NotServable: for ``tensorrt``, which this release has not got.
         LoadFailed: if there is no backend of that name, or its module cannot be imported.
     """
-    name = backend_name(spec)
+    name = spec.backend
     if name == "tensorrt":
         reason = "the tensorrt backend is not in this release"
         raise NotServable(path=spec.path, what="backend", name=name, reason=reason)

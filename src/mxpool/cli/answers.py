@@ -46,11 +46,16 @@ class JsonLines(AnswerFile):
 
     def add(self, labels: Sequence[str], outputs: Arrays) -> None:
         """Write the lines of one answer."""
-        assert self._file is not None  # entered
         by_row = self._batched and all(array.ndim and len(array) == len(labels) for array in outputs.values())
-        rows = [{name: array[row] for name, array in outputs.items()} for row in range(len(labels))]
-        for label, row in zip(labels, rows, strict=True) if by_row else [(labels[0], outputs)]:
-            self._file.write(json_text({"source": label, "outputs": row}) + "\n")
+        if not by_row:
+            self._write(labels[0], outputs)
+            return
+        for row, label in enumerate(labels):
+            self._write(label, {name: array[row] for name, array in outputs.items()})
+
+    def _write(self, label: str, outputs: Arrays) -> None:
+        assert self._file is not None  # entered
+        self._file.write(json_text({"source": label, "outputs": outputs}) + "\n")
 
     def __enter__(self) -> JsonLines:
         """Make the file."""

@@ -1,138 +1,63 @@
-"""A closed loop of requests, and what it measures. The time is passed in."""
+"""``mxpool bench``: how fast a model answers."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import os
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Any
 
-import numpy as np
-import psutil
+import typer
 
-from mxpool.cli.surroundings import Arrays, Calls
-from mxpool.errors import BrokerLost, ClientUnusable, MxPoolError
-from mxpool.tensors import Signature, TensorSpec
-
-FAILURES_MAX = 100  # a broker that refuses everything is not measured by asking it for all of the time
-BLOCKS = 16  # different inputs, so that no cache sees the same bytes each time
+from mxpool.cli import printing, sources
+from mxpool.cli.closed_loop import CpuClock, closed_loop, pids, random_blocks
+from mxpool.cli.exits import FAILURE, reported
+from mxpool.cli.flags import InFlight, Json, Model, Timeout
+from mxpool.cli.surroundings import around, rows_of, signature
 
 
-@dataclass(slots=True)
-class Tally:
-    """What a run counted: latencies of answered requests in seconds, failures by error code."""
+@reported()
+def bench(
+    ctx: typer.Context,
+    model: Model,
+    seconds: Annotated[float, typer.Option(help="How long.", min=0.01, max=3600)] = 5.0,
+    in_flight: InFlight = 64,
+    rows: Annotated[int, typer.Option(help="Rows of each request.", min=1)] = 1,
+    npz: Annotated[Path | None, typer.Option(help="Send this file's arrays as they are, not random numbers.")] = None,
+    timeout: Timeout = 30.0,
+    json: Json = False,
+) -> None:
+    """Keep requests under way for some seconds; report rates, latencies, errors and CPU use of every process.
 
-    latencies_s: list[float] = field(default_factory=list)
-    failures: Counter[str] = field(default_factory=Counter)
-    elapsed_s: float = 0.0
-
-    def figures(self, rows: int) -> dict[str, Any]:
-        """Rates and percentiles, for requests of ``rows`` rows; latencies in milliseconds, None without any."""
-        count, seconds = len(self.latencies_s), max(self.elapsed_s, 1e-9)
-        points = np.percentile(self.latencies_s, [50, 90, 99]) * 1000 if count else [None] * 3
-        return {
-            "requests": count,
-            "seconds": round(self.elapsed_s, 3),
-            "requests_per_s": round(count / seconds, 1),
-            "rows_per_s": round(count * rows / seconds, 1),
-            "latency_ms": {
-                name: None if point is None else round(float(point), 3)
-                for name, point in zip(("p50", "p90", "p99"), points, strict=True)
-            },
-            "errors": dict(self.failures),
-        }
-
-
-def closed_loop(
-    client: Calls,
-    model: str,
-    blocks: list[Arrays],
-    *,
-    in_flight: int,
-    seconds: float,
-    timeout_s: float,
-    clock: Callable[[], float] = time.monotonic,
-) -> Tally:
-    """Keep ``in_flight`` requests under way for ``seconds``, each sent as soon as another is answered.
-
-    A latency runs from handing a request to the client to getting its answer in order. A request that fails ends
-    those sent with it; the loop goes on, up to FAILURES_MAX times.
-
-    Raises:
-        BrokerLost, ClientUnusable: there is nothing left to measure.
+    Floats are random in 0 to 1, integers 0 or 1. Exit code 1 if nothing was answered.
     """
-    tally, start_s = Tally(), clock()
-    end_s = start_s + seconds
-    while clock() < end_s and tally.failures.total() < FAILURES_MAX:
-        sent_s: deque[float] = deque()
-        try:
-            feed = _feed(blocks, sent_s, end_s, clock)
-            for _ in client.push(model, feed, in_flight=in_flight, timeout_s=timeout_s):
-                tally.latencies_s.append(clock() - sent_s.popleft())
-        except (BrokerLost, ClientUnusable):
-            raise
-        except MxPoolError as error:
-            tally.failures[error.code] += 1
-    tally.elapsed_s = clock() - start_s
-    return tally
+    with closing(around(ctx).client()) as client:
+        served = signature(client, model)
+        blocks = [sources.load_arrays(npz, npz.stem)] if npz else random_blocks(served, rows)
+        cpu = CpuClock({"client": os.getpid(), **pids(client.status())})
+        tally = closed_loop(client, model, blocks, in_flight=in_flight, seconds=seconds, timeout_s=timeout)
+        per_request = rows_of(blocks[0], batched=served.batched)
+        figures = {
+            "model": model,
+            "in_flight": in_flight,
+            "rows": per_request,
+            **tally.figures(per_request),
+            "cores": cpu.cores(tally.elapsed_s),
+        }
+    if json:
+        printing.show_json(figures)
+    else:
+        _show(figures)
+    if not tally.latencies_s:
+        raise typer.Exit(FAILURE)
 
 
-def _feed(blocks: list[Arrays], sent_s: deque[float], end_s: float, clock: Callable[[], float]) -> Iterator[Arrays]:
-    """The blocks in turn until ``end_s``; notes when each was taken."""
-    index = 0
-    while (now_s := clock()) < end_s:
-        sent_s.append(now_s)
-        yield blocks[index % len(blocks)]
-        index += 1
-
-
-def random_blocks(signature: Signature, rows: int, seed: int = 0) -> list[Arrays]:
-    """Inputs that fit ``signature``: floats in [0, 1), integers 0 or 1 (any table has those indices)."""
-    generator = np.random.default_rng(seed)
-
-    def tensor(spec: TensorSpec) -> Any:
-        shape = signature.shape(spec, rows)
-        if spec.dtype.kind == "f":
-            return generator.random(shape, np.float32).astype(spec.dtype)
-        return generator.integers(0, 2, shape).astype(spec.dtype)
-
-    return [{spec.name: tensor(spec) for spec in signature.inputs} for _ in range(BLOCKS)]
-
-
-class CpuClock:
-    """CPU seconds of processes, by name; a process that is gone or not ours to see is left out."""
-
-    def __init__(self, pids: Mapping[str, int]) -> None:
-        """Note the present CPU seconds of ``pids``."""
-        self._processes = {name: _process(pid) for name, pid in pids.items()}
-        self._before = {name: _cpu_s(process) for name, process in self._processes.items()}
-
-    def cores(self, elapsed_s: float) -> dict[str, float]:
-        """Cores that each used since the start, on average over ``elapsed_s``."""
-        used = {name: _cpu_s(process) - self._before[name] for name, process in self._processes.items()}
-        return {name: round(cpu_s / max(elapsed_s, 1e-9), 3) for name, cpu_s in used.items() if not math.isnan(cpu_s)}
-
-
-def _process(pid: int) -> psutil.Process | None:
-    try:
-        return psutil.Process(pid)
-    except (psutil.Error, ValueError):
-        return None
-
-
-def _cpu_s(process: psutil.Process | None) -> float:
-    try:
-        times = process.cpu_times() if process else None
-    except psutil.Error:
-        times = None
-    return math.nan if times is None else float(times.user + times.system)
-
-
-def pids(status: Mapping[str, Any]) -> dict[str, int]:
-    """Process ids of the broker and its workers, by name, from ``Client.status``."""
-    found = {"broker": status.get("broker", {}).get("pid")}
-    for model in status.get("models", {}).values():
-        found.update({worker.get("worker"): worker.get("pid") for worker in model.get("workers", [])})
-    return {str(name): pid for name, pid in found.items() if isinstance(pid, int) and pid > 0}
+def _show(figures: Mapping[str, Any]) -> None:
+    single = ("requests", "seconds", "requests_per_s", "rows_per_s")
+    rows = [(name, figures[name]) for name in single]
+    rows += [(f"{name} ms", value) for name, value in figures["latency_ms"].items()]
+    rows += [(f"error {code}", count) for code, count in figures["errors"].items()]
+    rows += [(f"cores {name}", value) for name, value in figures["cores"].items()]
+    title = f"{figures['model']}: {figures['in_flight']} in flight, {figures['rows']} rows each"
+    printing.show_table(title, ("figure", "value"), rows)

@@ -11,12 +11,12 @@ import typer
 
 from mxpool.cli import printing, startup
 from mxpool.cli.exits import FAILURE, OK, reported
+from mxpool.cli.flags import Json
 from mxpool.cli.surroundings import Found, Surroundings, around
 from mxpool.config import Config, ModelConfig
 from mxpool.errors import MxPoolError, SharedMemoryShort
 from mxpool.shm.layout import SlotLayout
 from mxpool.shm.segment import SHM_DIRECTORY
-from mxpool.tensors import TensorSpec
 
 
 @reported()
@@ -24,7 +24,7 @@ def check(
     ctx: typer.Context,
     config: Annotated[Path, typer.Argument(help="The TOML file to check.")],
     timeout: Annotated[float | None, typer.Option(help="Seconds for each model; default: its load_timeout_ms.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Check a config file, load each of its models once on each kind of device, and add up shared memory.
 
@@ -64,16 +64,12 @@ def _model_rows(
 def _figures(model: ModelConfig, found: Found) -> dict[str, Any]:
     signature = found.signature
     return {
-        "inputs": [_tensor(spec) for spec in signature.inputs],
-        "outputs": [_tensor(spec) for spec in signature.outputs],
+        "inputs": [printing.tensor_text(spec.name, spec.datatype, spec.dims) for spec in signature.inputs],
+        "outputs": [printing.tensor_text(spec.name, spec.datatype, spec.dims) for spec in signature.outputs],
         "max_batch_size": signature.max_batch_size,
         "segment_bytes": SlotLayout(signature, model.slot_count).size_bytes,
         "report": found.report,
     }
-
-
-def _tensor(spec: TensorSpec) -> str:
-    return f"{spec.name} {spec.datatype}[{','.join(map(str, spec.dims))}]"
 
 
 def _free_bytes() -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +14,14 @@ from mxpool.cli.exits import BadSource
 from mxpool.tensors import TensorSpec
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
-Layout = Literal["nchw", "nhwc"]
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+
+
+class Layout(str, enum.Enum):
+    """Where the channels of an image are."""
+
+    nchw = "nchw"
+    nhwc = "nhwc"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +33,7 @@ class ImageReader:
     """
 
     spec: TensorSpec
-    layout: Layout = "nchw"
+    layout: Layout = Layout.nchw
     size: tuple[int, int] | None = None
     scale: float = 1.0
     mean: tuple[float, ...] = (0.0,)
@@ -43,7 +50,7 @@ class ImageReader:
         channels, size = self._geometry()
         pixels = _decode(path, _MODES[channels], size).astype(np.float32).reshape(size[1], size[0], channels)
         values = (pixels * np.float32(self.scale) - _by_channel(self.mean)) / _by_channel(self.std)
-        laid_out = values.transpose(2, 0, 1) if self.layout == "nchw" else values
+        laid_out = values.transpose(2, 0, 1) if self.layout is Layout.nchw else values
         if self.spec.dtype.kind in "ui":  # a plain cast would wrap around
             limits = np.iinfo(self.spec.dtype)
             laid_out = np.clip(np.rint(laid_out), limits.min, limits.max)
@@ -54,9 +61,11 @@ class ImageReader:
         dims = self.spec.dims
         if len(dims) != 3:
             raise BadSource(f"input {self.spec.name!r} has dims {list(dims)}: an image needs three")
-        channels, height, width = dims if self.layout == "nchw" else (dims[2], dims[0], dims[1])
+        channels, height, width = dims if self.layout is Layout.nchw else (dims[2], dims[0], dims[1])
         if channels not in _MODES:
-            raise BadSource(f"input {self.spec.name!r} has {channels} channels in layout {self.layout}: not 1, 3 or 4")
+            raise BadSource(
+                f"input {self.spec.name!r} has {channels} channels in layout {self.layout.value}: not 1, 3 or 4"
+            )
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, channels):
                 raise BadSource(f"--{name} has {len(values)} values, the image {channels} channels")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mxpool.cli import asking, check, infer, measure, push
+from mxpool.cli import bench, check, drain, infer, models, push, slots, status
 from mxpool.cli.surroundings import set_endpoint
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -27,13 +27,13 @@ def common(
 
 
 app.command("check")(check.check)
-app.command("status")(asking.status)
-app.command("models")(asking.models)
+app.command("status")(status.status)
+app.command("models")(models.models)
 app.command("infer")(infer.infer)
 app.command("push")(push.push)
-app.command("bench")(measure.measure)
-app.command("slots")(asking.slots)
-app.command("drain")(asking.drain)
+app.command("bench")(bench.bench)
+app.command("slots")(slots.slots)
+app.command("drain")(drain.drain)
 
 
 def main() -> None:

@@ -45,6 +45,11 @@ def _cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
+def tensor_text(name: str, datatype: str, dims: Sequence[int]) -> str:
+    """A tensor as people read it: ``image FP32[3,224,224]``, dims of one row."""
+    return f"{name} {datatype}[{','.join(map(str, dims))}]"
+
+
 def show_json(value: Any) -> None:
     """Print ``value`` as one JSON document that a strict parser takes: NaN and infinities become null."""
     sys.stdout.write(json_text(value, indent=2) + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
 import time
 from collections import deque
@@ -18,17 +17,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from mxpool.cli import answers, printing, sources
 from mxpool.cli.exits import BadSource, reported
 from mxpool.cli.flags import InFlight, Json, Model, Timeout
-from mxpool.cli.images import ImageReader
+from mxpool.cli.images import ImageReader, Layout
 from mxpool.cli.surroundings import Arrays, Calls, around, rows_of, signature
 from mxpool.errors import MxPoolError
 from mxpool.tensors import Signature, TensorSpec
-
-
-class Layout(str, enum.Enum):
-    """Where the channels of an image are."""
-
-    nchw = "nchw"
-    nhwc = "nhwc"
 
 
 @reported()
@@ -58,7 +50,7 @@ def push(
     means, stds = _values("mean", mean), _values("std", std)
     with closing(around(ctx).client()) as client:
         served = signature(client, model)
-        reader = ImageReader(_fed(served, input_name, files), layout.value, _size(size), scale, means, stds)
+        reader = ImageReader(_fed(served, input_name, files), layout, _size(size), scale, means, stds)
 
         def once() -> Iterator[sources.Request]:
             if whole:

@@ -50,6 +50,13 @@ def test_a_line_for_a_whole_file_holds_all_of_its_rows_and_no_number_that_json_l
     assert path.read_text() == '{"source": "a.npy", "outputs": {"y": [[1.0], [null]]}}\n'
 
 
+def test_a_model_without_a_batch_axis_may_answer_with_a_scalar(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with answers.open_answers(path, batched=False) as file:
+        file.add(["a.npy"], {"y": np.array(1.5)})
+    assert path.read_text() == '{"source": "a.npy", "outputs": {"y": 1.5}}\n'
+
+
 @pytest.mark.parametrize("name", ["out.txt", "out"])
 def test_another_suffix_is_refused_by_name(name: str) -> None:
     with pytest.raises(BadSource, match=name):

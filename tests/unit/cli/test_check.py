@@ -22,6 +22,7 @@ kind = "cuda"
 index = 1
 [models.ranking]
 path = "ranking.onnx"
+backend = "mine"
 workers = { gpu0 = 1, gpu1 = 2, cpu = 1 }
 load_timeout_ms = 7000
 [models.ocr]
@@ -107,3 +108,11 @@ def test_a_bad_file_exits_with_2_and_loads_nothing(file: Path) -> None:
     ran = mxpool(FakeClient(), "check", file, probe=probe)
     assert (ran.exit_code, probe.asked) == (2, [])
     assert f"config_invalid: {file}: models.ocr.threads: 0 is less than 1" in ran.stderr
+
+
+def test_a_device_that_this_release_has_no_backend_for_exits_with_2_and_loads_nothing(file: Path) -> None:
+    file.write_text(FILE.replace('backend = "mine"\n', ""))
+    probe = Probe()
+    ran = mxpool(FakeClient(), "check", file, probe=probe)
+    assert (ran.exit_code, probe.asked) == (2, [])
+    assert "models.ranking.workers.gpu1: onnxruntime on cuda is not in this release" in ran.stderr

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from mxpool.cli.exits import BadSource
-from mxpool.cli.images import ImageReader
+from mxpool.cli.images import ImageReader, Layout
 from mxpool.tensors import TensorSpec
 
 
@@ -22,7 +22,7 @@ RED_TO_BLUE = [[[255, 0, 0], [0, 0, 255]]]  # one row, two pixels
 def test_channels_come_first_or_last_as_the_layout_says(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.png", RED_TO_BLUE)
     first = ImageReader(TensorSpec("x", "UINT8", (3, 1, 2))).read(path)
-    last = ImageReader(TensorSpec("x", "UINT8", (1, 2, 3)), "nhwc").read(path)
+    last = ImageReader(TensorSpec("x", "UINT8", (1, 2, 3)), Layout.nhwc).read(path)
     assert first.tolist() == [[[255, 0]], [[0, 0]], [[0, 255]]]
     assert last.tolist() == RED_TO_BLUE
     assert first.flags.c_contiguous

@@ -1,25 +1,48 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mxpool import config, faults
+from mxpool import config, faults, switches
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def script() -> dict[str, Any]:
-    return runpy.run_path(str(ROOT / "scripts" / "generate_config_docs"))
+    return runpy.run_path(str(ROOT / "scripts" / "generate_config_docs.py"))
 
 
 def test_the_page_in_the_repository_is_the_one_that_the_config_generates(script: dict[str, Any]) -> None:
     assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == script["page"](), (
         "run scripts/generate_config_docs"
     )
+
+
+def test_the_script_runs_from_a_shell_without_the_virtual_environment() -> None:
+    command = [str(ROOT / "scripts" / "generate_config_docs"), "--check"]
+    ran = subprocess.run(
+        command, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_every_switch_is_a_row_of_three_cells(script: dict[str, Any]) -> None:
+    rows = list(script["switch_rows"]())
+    assert [row.count("|") for row in rows] == [4] * 5
+    assert [row.split("|")[1].strip() for row in rows[2:]] == [
+        f"`{name}`" for name in (switches.GRAPH, switches.SHARED_QUEUE, switches.FIXED_INPUTS)
+    ]
+
+
+def test_the_example_of_the_page_is_a_config_of_this_release(script: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "mx.toml"
+    path.write_text(script["page"]().split("```toml\n")[1].split("```")[0])
+    assert config.read(path).models["ranking"].worker_count == 2
 
 
 def test_every_key_of_every_table_is_a_row(script: dict[str, Any]) -> None:

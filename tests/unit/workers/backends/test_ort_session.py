@@ -30,12 +30,15 @@ def test_a_provider_that_the_runtime_lacks_is_refused_with_what_is_there(
     assert text.startswith(f"{provider} was asked for, ")
     assert "CPUExecutionProvider" in text
     assert package in text
+    assert text.count("on the CPU only") == 1
 
 
 def test_a_missing_runtime_is_refused_with_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(ProviderUnavailable, match=r"pip install mxpool\[cpu\]"):
         ort_session.import_runtime("cpu")
+    with pytest.raises(ProviderUnavailable, match="on the CPU only"):
+        ort_session.import_runtime("cuda")
 
 
 def test_a_session_that_fell_back_to_another_provider_is_refused() -> None:

@@ -6,30 +6,20 @@ from pathlib import Path
 import pytest
 from worker_rig import make_spec
 
-from mxpool.errors import LoadFailed, ModelInvalid, NotServable
+from mxpool.errors import LoadFailed, NotServable
 from mxpool.workers.backends import registry
 from mxpool.workers.backends.echo import EchoBackend
 from mxpool.workers.backends.onnxruntime import OnnxRuntimeBackend
 
 
-def test_the_suffix_chooses_the_backend_where_the_config_names_none() -> None:
-    assert isinstance(registry.create(make_spec("m.ONNX", "")), OnnxRuntimeBackend)
-
-
-def test_a_backend_that_is_named_wins_over_the_suffix() -> None:
+def test_a_backend_is_chosen_by_its_name_alone() -> None:
+    assert isinstance(registry.create(make_spec("m.plan", "onnxruntime")), OnnxRuntimeBackend)
     assert isinstance(registry.create(make_spec("m.onnx", "echo")), EchoBackend)
 
 
-@pytest.mark.parametrize("path", ["m.plan", "m.engine"])
-def test_an_engine_is_refused_with_the_name_of_the_missing_backend(path: str) -> None:
+def test_an_engine_is_refused_with_the_name_of_the_missing_backend() -> None:
     with pytest.raises(NotServable, match="tensorrt backend is not in this release"):
-        registry.create(make_spec(path, ""))
-
-
-@pytest.mark.parametrize("path", ["m.txt", "m"])
-def test_a_suffix_without_a_backend_is_refused_with_those_that_have_one(path: str) -> None:
-    with pytest.raises(ModelInvalid, match=r"known: \.onnx, \.plan, \.engine"):
-        registry.create(make_spec(path, ""))
+        registry.create(make_spec("m.plan", "tensorrt"))
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:

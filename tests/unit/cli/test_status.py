@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from fake_client import FakeClient, mxpool
 
-from mxpool.errors import BrokerLost, ModelUnavailable, PermissionDenied
+from mxpool.errors import BrokerLost, PermissionDenied
 
 STATUS: dict[str, Any] = {
     "broker": {"pid": 4711, "uptime_s": 2.5, "connected_clients": 1},
@@ -87,44 +87,3 @@ def test_waiting_ends_at_once_at_an_error_that_no_time_mends() -> None:
     refused = PermissionDenied(uid=1, action="ask")
     ran = mxpool(Starting(refused), "status", "--wait-ready", 2, clock=clock.time, pause=clock.pause)
     assert (ran.exit_code, clock.now_s) == (4, 100.0)
-
-
-def test_models_are_listed_with_their_tensors() -> None:
-    client = FakeClient()
-    assert "x FP32[3]" in mxpool(client, "models").stdout
-    about = json.loads(mxpool(client, "models", "--json").stdout)["ranking"]
-    assert (about["max_batch_size"], about["inputs"]) == (8, [["x", "FP32", [3]]])
-
-
-def test_a_model_that_still_loads_is_listed_with_the_reason() -> None:
-    class Loading(FakeClient):
-        def metadata(self, model: str) -> dict[str, Any]:
-            raise ModelUnavailable(model=model, reason="still loading")
-
-    ran = mxpool(Loading(), "models")
-    assert (ran.exit_code, "still loading" in ran.stdout) == (0, True)
-
-
-def test_slots_are_shown_for_the_model_asked_for() -> None:
-    slot = {"slot": 3, "state": "running", "generation": 9, "requests": 2, "rows": 77, "worker": "r-0", "held_us": 5}
-    client = FakeClient(replies={"slots": {"slots": [slot]}})
-    ran = mxpool(client, "slots", "ranking")
-    assert client.verbs == [("slots", "ranking")]
-    assert all(word in ran.stdout for word in ("running", "77", "r-0"))
-    assert json.loads(mxpool(client, "slots", "ranking", "--json").stdout) == {"slots": [slot]}
-
-
-@pytest.mark.parametrize(
-    ("args", "asked", "said"), [((), "", "the broker is draining"), (("m",), "m", "m is draining")]
-)
-def test_drain_asks_for_a_model_or_for_all(args: tuple[str, ...], asked: str, said: str) -> None:
-    client = FakeClient(replies={"drain": {"draining": True}})
-    ran = mxpool(client, "drain", *args)
-    assert (ran.exit_code, ran.stdout, client.verbs) == (0, f"{said}\n", [("drain", asked)])
-
-
-def test_a_refused_question_exits_with_4_and_closes_the_client() -> None:
-    client = FakeClient()
-    ran = mxpool(client, "slots", "other")
-    assert (ran.exit_code, client.closed) == (4, 1)
-    assert ran.stderr == "unknown_model: no model named 'other' is served here\n"

@@ -1,4 +1,4 @@
-"""``mxpool status``, ``models``, ``slots`` and ``drain``: one question to the broker each."""
+"""``mxpool status``: what the broker counts, and whether all that it serves is ready."""
 
 from __future__ import annotations
 
@@ -86,65 +86,3 @@ def _readiness(surroundings: Surroundings) -> str | None:
         return str(error)
     waiting = [f"{name} is {state}" for name, state in answer.get("models", {}).items() if state != "ready"]
     return None if answer.get("ready") else ", ".join(waiting) or "no model is ready"
-
-
-@reported()
-def models(ctx: typer.Context, json: Json = False) -> None:
-    """List the models, with the tensors of those that are loaded."""
-    with closing(around(ctx).client()) as client:
-        found = {name: _described(client.metadata, name) for name in client.models()}
-    if json:
-        printing.show_json(found)
-        return
-    rows = [
-        [name, about.get("state"), about.get("max_batch_size"), _tensors(about, "inputs"), _tensors(about, "outputs")]
-        for name, about in found.items()
-    ]
-    printing.show_table("", ("model", "state", "batch", "inputs", "outputs"), rows)
-
-
-def _described(metadata: Any, name: str) -> dict[str, Any]:
-    """The metadata of a model, or why there is none yet."""
-    try:
-        return dict(metadata(name))
-    except MxPoolError as error:
-        if not error.retryable:
-            raise
-        return {"name": name, "state": error.message}
-
-
-def _tensors(about: Mapping[str, Any], side: str) -> str | None:
-    texts = [f"{name} {datatype}[{','.join(map(str, dims))}]" for name, datatype, dims in about.get(side, [])]
-    return "\n".join(texts) or None
-
-
-SLOT_COLUMNS = ("slot", "state", "generation", "requests", "rows", "worker", "held_us")
-
-
-@reported()
-def slots(
-    ctx: typer.Context, model: Annotated[str, typer.Argument(help="Name of a model.")], json: Json = False
-) -> None:
-    """Show what each slot of a model's shared memory holds."""
-    with closing(around(ctx).client()) as client:
-        answer = client.control("slots", model)
-    if json:
-        printing.show_json(answer)
-        return
-    rows = ([slot.get(column) for column in SLOT_COLUMNS] for slot in answer.get("slots", []))
-    printing.show_table(model, SLOT_COLUMNS, rows)
-
-
-@reported()
-def drain(
-    ctx: typer.Context,
-    model: Annotated[str, typer.Argument(help="Name of a model; without it, the whole broker.")] = "",
-    json: Json = False,
-) -> None:
-    """Let a model, or the broker, finish what it has and take nothing more. Needs a user in admin_users."""
-    with closing(around(ctx).client()) as client:
-        answer = client.control("drain", model)
-    if json:
-        printing.show_json(answer)
-    else:
-        typer.echo(f"{model or 'the broker'} is draining")

@@ -1,0 +1,15 @@
+"""How a process ended, in words."""
+
+from __future__ import annotations
+
+import signal
+
+
+def exit_words(code: int) -> str:
+    """A return code of ``subprocess``: ``exit code 3``, or for a signal its name; real-time signals have a number."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
