@@ -2,7 +2,7 @@
 
     scripts/make_models DIR [NAME...]
 
-``[N]`` is the batch axis. All values are float32.
+Needs the package onnx, which the extra ``dev`` brings. ``[N]`` is the batch axis. All values are float32.
 
 =============  ================================================================  =====================================
 name           inputs                                                            outputs

@@ -24,10 +24,7 @@ class Message(NamedTuple):
     request_id: int = 0
 
 
-def packed(value: Any) -> bytes:
-    """MessagePack, also of what no header may hold."""
-    found: bytes = msgpack.packb(value)
-    return found
+packed: Callable[[Any], bytes] = msgpack.packb  # also of what no header may hold
 
 
 def infer(request_id: int, *, body: list[bytes] | None = None, **fields: Any) -> list[bytes]:

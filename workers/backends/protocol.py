@@ -26,8 +26,8 @@ class Loaded:
 
     ``sizes`` ascend and end at ``max(max_batch_size, 1)``, the rows of a full slot: those of the spec, unless the file
     or the device allows fewer. The broker pads each batch to one of them. In ``report`` the broker itself reads
-    ``backend`` (a word, shown as the model's platform) and, of what ``bind`` returns, ``graph`` ("on" or "off"); the rest
-    is only shown.
+    ``backend`` (a word, shown as the model's platform) and, of what ``bind`` returns, ``graph`` ("on" or "off"); the
+    rest is only shown.
     """
 
     signature: Signature
