@@ -12,12 +12,12 @@ import platform
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
 import cases
 import numpy as np
-import onnx
 from broker import RunningBroker
 from onnx import TensorProto, helper, numpy_helper
 
@@ -70,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     repeats = parser.parse_args().repeats
-    versions = f"onnx {onnx.__version__}, Python {platform.python_version()}"
+    versions = f"onnxruntime {version('onnxruntime')}, Python {platform.python_version()}"
     print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {platform.machine()}, {versions}\n")
     print("| frame | ZeroMQ, frames/s | arena, frames/s | arena / ZeroMQ |")
     print("|---|---|---|---|")

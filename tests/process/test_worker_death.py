@@ -271,6 +271,13 @@ def test_a_load_that_takes_too_long_is_ended_by_load_timeout() -> None:
         assert client.infer("echo", x(1))["y"][0, 0] == 1
 
 
+def test_loading_is_not_running_and_a_call_that_comes_meanwhile_waits_for_it() -> None:
+    model = echo(load_delay_ms=1500, run_timeout_ms=300)
+    with Pool({"slow": model}, ready=()) as pool, pool.client() as client:
+        assert client.infer("slow", x(1))["y"][0, 0] == 1
+        assert restarts(pool, "slow") == 0
+
+
 def test_a_grandchild_that_keeps_the_pipes_open_holds_nobody_up() -> None:
     """SIGKILL of a worker whose descriptors live on elsewhere: its death is seen by its pidfd."""
     with Gate() as gate, Pool({"echo": echo(gate=gate.path)}) as pool, pool.client() as client:
