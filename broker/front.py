@@ -31,6 +31,7 @@ class Front:
         self._waiting: dict[Client, None] = {}
         self.lost: list[Client] = []
         self.received = self.sent = self.undeliverable = 0
+        self._quiet = False  # nothing to receive, and nothing done since that could hide a message from the descriptor
         socket = self.socket = context.socket(zmq.ROUTER)
         socket.linger = 0
         socket.set(zmq.ROUTER_MANDATORY, 1)
@@ -46,6 +47,15 @@ class Front:
 
     def pending(self) -> bool:
         """True if a message can be received now (and the descriptor may not say so any more)."""
+        if not self._quiet:
+            self._quiet = not self._readable()
+        return not self._quiet
+
+    def stirred(self) -> None:
+        """The descriptor has become readable."""
+        self._quiet = False
+
+    def _readable(self) -> bool:
         return bool(int(self.socket.get(zmq.EVENTS)) & READABLE)
 
     def receive(self, handle: Handle, budget: int) -> bool:
@@ -55,6 +65,7 @@ class Front:
         but the first, and ``handle`` gets their count.
         """
         recv, book = self.socket.recv, self._book
+        self._quiet = False
         clients = book.by_identity
         for count in range(budget):
             if count == 1 and not self.pending():  # cheaper than the exception; a lone message is the common case
@@ -105,6 +116,7 @@ class Front:
 
     def _try(self, client: Client, header: bytes, body: bytes | None) -> bool:
         send = self.socket.send
+        self._quiet = False
         try:
             send(client.identity, NOWAIT_MORE)
         except zmq.Again:

@@ -141,6 +141,7 @@ class Broker:
 
     def _on_front(self) -> None:
         self._front_stirred = True
+        self.front.stirred()
 
     def _due_us(self) -> int:
         """When to wake although nothing happens; what is due then is done in the pass after."""

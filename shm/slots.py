@@ -17,6 +17,8 @@ from enum import Enum
 class SlotState(Enum):
     """Where a slot is in the life of a batch."""
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call, five times a batch
+
     FREE = "free"
     FILLING = "filling"
     READY = "ready"
@@ -27,6 +29,8 @@ class SlotState(Enum):
 
 class SlotEvent(Enum):
     """What moves a slot on."""
+
+    __hash__ = object.__hash__
 
     CLAIM = "claim"
     PUBLISH = "publish"
