@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import re
@@ -134,10 +135,11 @@ def test_a_second_client_with_a_routing_id_that_is_taken_hears_nothing_and_takes
     with (
         Pool({"echo": echo()}) as pool,
         RawPeer(pool.endpoint, linked=False, identity=b"same") as first,
-        RawPeer(pool.endpoint, linked=False, identity=b"same") as second,
+        contextlib.ExitStack() as later,
     ):
         first.send(infer_header(1, row(1)), row(1).tobytes())
-        assert isinstance(first.answer(), wire.Result)
+        assert isinstance(first.answer(), wire.Result)  # it is connected: only now is the other one second
+        second = later.enter_context(RawPeer(pool.endpoint, linked=False, identity=b"same"))
         second.send(infer_header(9, row(900)), row(900).tobytes())
         for number in range(2, 102):
             first.send(infer_header(number, row(number)), row(number).tobytes())

@@ -20,6 +20,7 @@ class LaneMachine(RuleBasedStateMachine):
         self.lane = Lane(self.slots, max_rows, delay_us)
         self.max_rows, self.delay_us, self.now, self.number = max_rows, delay_us, 0, 0
         self.open: list[Ticket] = []
+        self.open_rows = self.open_since = 0  # of all that was placed: rows of a forgotten request stay where they are
         self.ready: list[tuple[str, list[Ticket]]] = []
         self.backlog: list[Ticket] = []
         self.running: list[Batch] = []
@@ -33,12 +34,15 @@ class LaneMachine(RuleBasedStateMachine):
             self.open = []
 
     def put(self, ticket: Ticket) -> bool:
-        if self.open and sum(t.rows for t in self.open) + ticket.rows > self.max_rows:
+        if self.open and self.open_rows + ticket.rows > self.max_rows:
             self.close("full")
         if not self.open and not self.free():
             return False
+        if not self.open:
+            self.open_rows, self.open_since = 0, ticket.arrival_us
         self.open.append(ticket)
-        if sum(t.rows for t in self.open) == self.max_rows:
+        self.open_rows += ticket.rows
+        if self.open_rows == self.max_rows:
             self.close("full")
         return True
 
@@ -65,7 +69,7 @@ class LaneMachine(RuleBasedStateMachine):
 
     @rule(idle=st.booleans(), room=st.booleans())
     def close_due(self, idle: bool, room: bool) -> None:
-        waited = bool(self.open) and self.now - self.open[0].arrival_us >= self.delay_us
+        waited = bool(self.open) and self.now - self.open_since >= self.delay_us
         wanted = idle or (room and self.delay_us > 0)
         if not self.ready and waited and wanted:
             self.close("idle" if idle else "delay")
