@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from mxpool import errors, messages
+from mxpool.broker import closing
 from mxpool.broker.clients import Client, ClientBook, Peer
 from mxpool.broker.loop import Loop
 from mxpool.errors import MxPoolError
@@ -112,6 +113,9 @@ class ClientLinks:
                 self._record(peer, *found)
         except LinkClosed:
             self.end(peer)
+        except Exception:  # the boundary: nothing that a client sends may end the broker
+            log.exception("record of a client refused uid=%d", peer.uid)
+            self.end(peer)
 
     def _record(self, peer: Peer, kind: int, fields: dict[str, Any], fds: list[int]) -> None:
         if kind == messages.ARENA and peer.greeted:
@@ -123,8 +127,7 @@ class ClientLinks:
                 return
             peer.link.send(messages.encode(messages.ARENA_OK, token=token, size=fields["size"]))
             return
-        for fd in fds:
-            os.close(fd)
+        closing.close_later(fds)
         if kind == messages.HELLO and not peer.greeted:
             self._greet(peer, fields)
         elif kind == messages.ARENA_DROP and type(fields.get("token")) is bytes:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mxpool import messages
+from mxpool.broker import closing
 from mxpool.broker.outbox import Outbox
 from mxpool.broker.tickets import Ticket
 from mxpool.clock import now_us
@@ -98,19 +99,17 @@ class Peer:
             token = secrets.token_bytes(16)
             self.arenas[token] = Arena(fds[0], size_bytes)
             return token
-        except OSError as error:  # a descriptor without read access, or too many mappings
-            raise InvalidRegion(field="descriptor", reason=f"it cannot be mapped: {error.strerror}") from None
+        except (OSError, ValueError) as error:  # a descriptor without read access, or too many mappings
+            raise InvalidRegion(field="descriptor", reason=f"it cannot be mapped: {error}") from None
         finally:
-            for fd in fds:
-                os.close(fd)
+            closing.close_later(fds)
 
     def _check_arena(self, fd: int, size: Any, allowed: Callable[[int], bool]) -> int:
         if len(self.arenas) >= ARENAS_MAX:
             raise InvalidRegion(field="count", reason=f"a client may have {ARENAS_MAX} arenas")
         if type(size) is not int or not 1 <= size <= ARENA_BYTES_MAX:
             raise InvalidRegion(field="size", reason=f"{_shown(size)} is not from 1 to {ARENA_BYTES_MAX}")
-        status = os.fstat(fd)
-        if not allowed(self.uid) or status.st_uid != self.uid:
+        if not allowed(self.uid):
             raise PermissionDenied(uid=self.uid, action="use an arena (arena_users, arena_groups)")
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -118,6 +117,9 @@ class Peer:
             seals = 0
         if not seals & fcntl.F_SEAL_SHRINK:
             raise InvalidRegion(field="descriptor", reason="it is not a memfd sealed against shrinking")
+        status = os.fstat(fd)  # after the seals: before them, the size could still change
+        if status.st_uid != self.uid:
+            raise PermissionDenied(uid=self.uid, action="use an arena that another user owns")
         if status.st_size != size:
             raise InvalidRegion(field="size", reason=f"{size} was said, the memfd has {status.st_size}")
         return size
@@ -138,7 +140,7 @@ class Peer:
     def close(self) -> None:
         """Close the link: the client sees that it is dropped. Arenas are unmapped with their last reader."""
         self.arenas.clear()
-        self.link.close()
+        closing.close_later([self.link.detach()])  # descriptors that the client had sent may lie unread in it
 
 
 class ClientBook:
@@ -185,7 +187,6 @@ class ClientBook:
         try:
             kind, fields = messages.decode(packet.data)
         except MxPoolError as error:
-            for fd in packet.fds:
-                os.close(fd)
+            closing.close_later(packet.fds)
             raise LinkClosed(str(error)) from None
         return kind, fields, packet.fds

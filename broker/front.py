@@ -165,6 +165,6 @@ class Front:
         client.gone = True
         self._waiting.pop(client, None)
 
-    def close(self) -> None:
-        """Close the socket; what the clients have not read is dropped."""
-        self.socket.close(0)
+    def close(self, linger_ms: int = 0) -> None:
+        """Close the socket; its context then waits up to ``linger_ms`` for clients to take what was sent."""
+        self.socket.close(linger_ms)

@@ -231,7 +231,7 @@ class Broker:
             self._refuse_rest()
             self._stopping_workers = True
             self._end_at_us = now + ABANDON_US
-            self.supervisor.stop(now)
+            self.supervisor.stop(now, at_once=self._signals >= 2)
         if self.supervisor.alive and now < self._end_at_us:
             return False
         self._refuse_rest()  # what a worker that had to be killed was running
@@ -245,11 +245,11 @@ class Broker:
 
     def close(self) -> None:
         """Take everything apart; every worker is dead."""
-        for peer in list(self._book.peers.values()):
-            peer.close()
         self._door.close()
-        self.front.close()
-        self._context.destroy(linger=0)  # removes the ipc path: before the lock is given up, or it were a successor's
+        self.front.close(FAREWELL_US // 1000 if self._stopping_workers else 0)
+        self._context.term()  # sends what libzmq still holds; removes the ipc path, before the lock is given up
+        for peer in list(self._book.peers.values()):
+            peer.close()  # last: a client takes the end of its link for the end of its answers
         for endpoint in self._endpoints:
             endpoint.close()
         for model in self.models.values():

@@ -209,12 +209,15 @@ class Supervisor:
             done: Callable[[], None]
             try:
                 done = partial(self._open, served, layout, Segment.create(layout.size_bytes))
-            except (MxPoolError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the model must not wait for slots for ever
                 done = partial(self._no_room, served, error)
             self._allocated.append(done)
             os.eventfd_write(self._wake_fd, 1)
 
-        threading.Thread(target=make, name=f"allocate-{served.name}", daemon=True).start()
+        try:
+            threading.Thread(target=make, name=f"allocate-{served.name}", daemon=True).start()
+        except RuntimeError as error:  # no room for a thread
+            self._no_room(served, error)
 
     def _on_allocated(self) -> None:
         os.eventfd_read(self._wake_fd)
@@ -263,13 +266,13 @@ class Supervisor:
 
     # The end
 
-    def stop(self, now: int) -> None:
-        """Ask every worker to finish and go; those that do not within 5 s are killed.
+    def stop(self, now: int, *, at_once: bool = False) -> None:
+        """Ask every worker to finish and go; those that do not within 5 s, or ``at_once``, are killed.
 
         One that still loads is killed at once: it runs nothing, and would not hear of it before its load ends.
         """
         self.stopping = True
-        self._kill_at_us = now + STOP_TIMEOUT_US
+        self._kill_at_us = now if at_once else now + STOP_TIMEOUT_US
         for worker in self.workers.values():
             if worker.state in BOOTING:
                 worker.state = "stopping"

@@ -113,7 +113,7 @@ class Client:
             MxPoolError: at the first frame that fails, with its index as ``fields["index"]``; frames after it are
                 cancelled.
         """
-        if in_flight < 1:
+        if not (type(in_flight) is int and in_flight >= 1):
             raise ValueError(f"in_flight is {in_flight}, at least 1")
         self._check_usable()
         return self._push(model, frames, in_flight, _timeout_us(timeout_s))
@@ -236,7 +236,7 @@ class Client:
 
     def _submitting(self) -> Submitter:
         with self._submitter_lock:
-            if self._submitter is None:
+            if self._submitter is None or self._submitter.ended:
                 self._pool.enter()
                 self._submitter = Submitter(self._open, on_end=lambda: self._pool.leave(None))
                 self._submitter.start()

@@ -67,6 +67,11 @@ class Submitter:
         self._resending: Resending | None = None  # there while the exchange is
         self._thread = threading.Thread(target=self._run, name="mxpool-submit", daemon=True)
 
+    @property
+    def ended(self) -> bool:
+        """True once the thread is over: after ``close``, or because a callback of a future raised SystemExit."""
+        return self._ended
+
     def start(self) -> None:
         """Start the thread; once."""
         self._thread.start()
@@ -138,20 +143,26 @@ class Submitter:
         return self._exchange
 
     def _settle(self, exchange: Exchange) -> None:
-        finished, exchange.pending.finished = exchange.pending.finished, []
-        for ticket in finished:
+        finished = exchange.pending.finished
+        while finished:  # one by one: a callback that raises SystemExit ends this thread, not the others' answers
+            ticket = finished.pop(0)
             ticket.owner.settle(ticket.outputs, ticket.error)
         if exchange.broken:
             exchange.close()
             self._exchange = self._resending = None
 
     def _end(self) -> None:
-        if self._exchange is not None:
-            self._exchange.close()
-            self._settle(self._exchange)
-        self._ended = True
-        self._refuse_all()
-        self._on_end()
+        try:
+            if self._exchange is not None:
+                self._exchange.close()
+                self._settle(self._exchange)
+        finally:
+            if self._exchange is not None:  # another callback raised: the rest are settled all the same
+                self._end()
+            else:
+                self._ended = True
+                self._refuse_all()
+                self._on_end()
 
     def _refuse_all(self) -> None:
         with contextlib.suppress(IndexError):  # several threads may be at it

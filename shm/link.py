@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -14,10 +15,10 @@ from typing import NamedTuple
 from mxpool.endpoint import LINK_SUFFIX
 
 RECORD_BYTES_MAX = 65_536  # the largest is LOAD or SIGNATURE: names and dims of up to 512 tensors
-DESCRIPTORS_MAX = 4
+DESCRIPTORS_MAX = 253  # SCM_MAX_FD, what one record can carry: unix(7)
 
 
-_RIGHTS_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * 4)
+_RIGHTS_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * 4)  # more would be closed by the kernel, in our time
 _RECEIVE = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 
 
@@ -140,6 +141,12 @@ class Link:
     def readable(self) -> bool:
         """True if ``receive_nowait`` has a record, or the news that the peer is gone."""
         return bool(self._poll.poll(0))
+
+    def detach(self) -> int:
+        """End the connection, for the peer too; the descriptor, or -1, is the caller's to close from now on."""
+        with contextlib.suppress(OSError):  # the peer has gone, or the link is closed
+            self._socket.shutdown(socket.SHUT_RDWR)
+        return self._socket.detach()
 
     def close(self) -> None:
         """Close our end; the peer sees the end of file. Closing twice is allowed."""

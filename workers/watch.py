@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
+import signal
 import threading
 import time
 
 from mxpool.shm.link import Link
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 GRACE_S = 0.7  # of the second within which a worker is gone, so that a slow machine keeps it too
 
 
@@ -18,6 +21,7 @@ def end_with(link: Link, exit_code: int) -> None:
     The main thread sees the same end of the link and normally exits by itself before that. A parent-death signal was
     rejected: it comes when the *thread* that spawned the worker ends, and not at all to a worker of systemd.
     """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # one that was stopped wakes up, and sees the end
     fd = os.dup(link.fileno())  # ours until the process ends, so that no other file takes its number
     threading.Thread(target=_wait_and_end, args=(fd, exit_code), name="broker-watch", daemon=True).start()
 

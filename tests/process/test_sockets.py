@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 import re
@@ -132,23 +131,20 @@ def test_clients_of_one_process_never_get_each_others_answers() -> None:
 
 
 def test_a_second_client_with_a_routing_id_that_is_taken_hears_nothing_and_takes_nothing() -> None:
-    with (
-        Pool({"echo": echo()}) as pool,
-        RawPeer(pool.endpoint, linked=False, identity=b"same") as first,
-        contextlib.ExitStack() as later,
-    ):
+    with Pool({"echo": echo()}) as pool, RawPeer(pool.endpoint, linked=False, identity=b"same") as first:
         first.send(infer_header(1, row(1)), row(1).tobytes())
-        assert isinstance(first.answer(), wire.Result)  # it is connected: only now is the other one second
-        second = later.enter_context(RawPeer(pool.endpoint, linked=False, identity=b"same"))
-        second.send(infer_header(9, row(900)), row(900).tobytes())
-        for number in range(2, 102):
-            first.send(infer_header(number, row(number)), row(number).tobytes())
-        seen: set[int] = set()
-        while seen < set(range(2, 102)):
-            answer = first.answer()
-            assert isinstance(answer, wire.Result)
-            seen |= set(answer.ids)
-        assert second.frames(0.2) is None
+        assert isinstance(first.answer(), wire.Result)  # so it is the first
+        with RawPeer(pool.endpoint, linked=False, identity=b"same") as second:
+            second.send(infer_header(900, row(900)), row(900).tobytes())
+            for number in range(2, 102):
+                first.send(infer_header(number, row(number)), row(number).tobytes())
+            seen: set[int] = set()
+            while seen < set(range(2, 102)):
+                answer = first.answer()
+                assert isinstance(answer, wire.Result)
+                seen |= set(answer.ids)
+            assert seen == set(range(2, 102))
+            assert second.frames(0.2) is None
 
 
 def test_a_token_ties_one_routing_id_only() -> None:

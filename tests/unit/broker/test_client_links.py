@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from descriptors import wait_until_closed
 
 from mxpool import messages
 from mxpool.broker.client_links import HELLO_MAX_US, ArenaPolicy, ClientLinks
@@ -18,6 +19,13 @@ from mxpool.shm.link import Link, LinkClosed, listen
 
 LIMIT = 2
 EPOCH = 31
+
+
+@pytest.fixture(autouse=True)
+def nothing_closes_later() -> Iterator[None]:
+    """What one test gives away to be closed is closed before the next one counts descriptors."""
+    yield
+    wait_until_closed()
 
 
 class Rig:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from descriptors import open_fds
+from descriptors import open_fds, wait_until_closed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +35,13 @@ REFUSED = [
     ([0] * 1000, 4, "offset"),
     (0, b"4", "size"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def nothing_closes_later() -> Iterator[None]:
+    """What one test gives away to be closed is closed before the next one counts descriptors."""
+    yield
+    wait_until_closed()
 
 
 def memfd(size: int = MIB, *, sealed: bool = True) -> int:
@@ -167,6 +174,7 @@ def test_what_is_not_a_sealed_memfd_of_that_size_is_refused_and_closed(
     others = open_fds() - {str(fd) for fd in fds}
     with pytest.raises(InvalidRegion, match=text) as caught:
         peer.accept_arena(fields, fds, everybody)
+    wait_until_closed()
     assert open_fds() == others
     assert not peer.arenas
     peer.refuse(caught.value)  # it can be packed: nothing in its fields is an exception or a client's object
@@ -181,6 +189,7 @@ def test_a_user_who_may_not_is_refused_and_named(peer: Peer) -> None:
     before = open_fds()
     with pytest.raises(PermissionDenied, match=f"uid {os.getuid()} may not use an arena"):
         peer.accept_arena({"size": MIB}, [memfd()], lambda uid: uid != os.getuid())
+    wait_until_closed()
     assert open_fds() == before
 
 
@@ -199,6 +208,7 @@ def test_arenas_are_unmapped_and_their_descriptors_closed_with_the_client(peer: 
     peer.accept_arena({"size": MIB}, [memfd()], everybody)
     assert Path("/proc/self/maps").read_text().count("memfd:arena") == before + 1
     peer.close()
+    wait_until_closed()
     assert Path("/proc/self/maps").read_text().count("memfd:arena") == before
     assert len(open_fds()) == len(fds) - 1  # the link itself
 
