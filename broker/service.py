@@ -62,6 +62,7 @@ class Broker:
         """
         config = self.config.broker
         self.loop = Loop()
+        self._catch_signals()  # before anything is there that a signal could leave behind
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._book = ClientBook(config.outbox_messages, config.outbox_bytes)
         self.front = Front(self._context, self._book, config.max_message_bytes)
@@ -103,7 +104,6 @@ class Broker:
 
     def run(self) -> int:
         """Serve until a signal, drain, and return the exit code."""
-        self._catch_signals()
         log.info("serving endpoints=%s models=%s", ",".join(e.address for e in self._endpoints), ",".join(self.models))
         gc.collect()
         gc.freeze()
@@ -231,7 +231,7 @@ class Broker:
             self._refuse_rest()
             self._stopping_workers = True
             self._end_at_us = now + ABANDON_US
-            self.supervisor.stop(now, at_once=self._signals >= 2)
+            self.supervisor.stop(now)
         if self.supervisor.alive and now < self._end_at_us:
             return False
         self._refuse_rest()  # what a worker that had to be killed was running

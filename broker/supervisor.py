@@ -266,13 +266,13 @@ class Supervisor:
 
     # The end
 
-    def stop(self, now: int, *, at_once: bool = False) -> None:
-        """Ask every worker to finish and go; those that do not within 5 s, or ``at_once``, are killed.
+    def stop(self, now: int) -> None:
+        """Ask every worker to finish and go; those that do not within 5 s are killed.
 
         One that still loads is killed at once: it runs nothing, and would not hear of it before its load ends.
         """
         self.stopping = True
-        self._kill_at_us = now if at_once else now + STOP_TIMEOUT_US
+        self._kill_at_us = now + STOP_TIMEOUT_US
         for worker in self.workers.values():
             if worker.state in BOOTING:
                 worker.state = "stopping"

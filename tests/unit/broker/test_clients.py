@@ -180,6 +180,19 @@ def test_what_is_not_a_sealed_memfd_of_that_size_is_refused_and_closed(
     peer.refuse(caught.value)  # it can be packed: nothing in its fields is an exception or a client's object
 
 
+def test_an_arena_that_shrinks_while_it_is_looked_at_is_refused(peer: Peer) -> None:
+    fd = memfd(sealed=False)
+
+    def shrink(_: int) -> bool:
+        """Runs in the middle of the check: the worst moment that a client can pick."""
+        os.ftruncate(fd, 0)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        return True
+
+    with pytest.raises(InvalidRegion, match="the memfd has 0"):
+        peer.accept_arena({"size": MIB}, [fd], shrink)
+
+
 def test_a_file_is_not_an_arena_even_if_it_has_the_size(peer: Peer, tmp_path: Path) -> None:
     with pytest.raises(InvalidRegion, match="sealed"):
         peer.accept_arena({"size": MIB}, [other_kind(tmp_path / "file")], everybody)
