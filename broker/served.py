@@ -150,16 +150,16 @@ class ServedModel:
             assigned = core.assign(now)
             if not assigned:
                 return
-            for batch in assigned:
-                self._start(batch, memory)
+            self._hand_out(assigned, memory)
 
-    def _start(self, batch: Batch, memory: SlotMemory) -> None:
-        if batch.size > batch.rows:
-            begin = now_us()
-            memory.pad(batch.slot, batch.rows, batch.size)
-            batch.merge_us = now_us() - begin
-        job = messages.Run(self.epoch, batch.slot, batch.generation, batch.rows, batch.size, batch.sequence)
-        self._dispatcher.run(batch.worker, job)
+    def _hand_out(self, batches: list[Batch], memory: SlotMemory) -> None:
+        for batch in batches:
+            if batch.size > batch.rows:
+                begin = now_us()
+                memory.pad(batch.slot, batch.rows, batch.size)
+                batch.merge_us = now_us() - begin
+            job = messages.Run(self.epoch, batch.slot, batch.generation, batch.rows, batch.size, batch.sequence)
+            self._dispatcher.run(batch.worker, job)
 
     # Workers
 
@@ -171,6 +171,9 @@ class ServedModel:
         if batch is None:
             self.counters.stale_completions += 1
             return
+        if self._memory is not None:
+            # What is ready goes first: the worker is idle, and answering takes a while.
+            self._hand_out(self.core.assign(now), self._memory)
         live = [ticket for ticket in batch.tickets if ticket.live]
         if done.error is None:
             self._split(batch, live)

@@ -24,6 +24,7 @@ class Rig:
 
     def __init__(self, **keys: Any) -> None:
         self.front, self.jobs = RecordedFront(), Jobs()
+        self.seen = 0
         self.model: ServedModel = served(front=self.front, jobs=self.jobs, **keys)
         self.book = ClientBook(4, 1000)
         self.now = 1_000_000
@@ -42,11 +43,12 @@ class Rig:
         self.model.admit(self.client(name), request, body, self.now)
 
     def step(self) -> list[Run]:
-        """One pass: expire, schedule; the jobs sent."""
-        before = len(self.jobs.sent)
+        """One pass: expire, schedule; the jobs sent since the last one (a completion hands out what is ready)."""
         self.model.tick(self.now)
         self.model.schedule(self.now)
-        return [job for _, job in self.jobs.sent[before:]]
+        sent = [job for _, job in self.jobs.sent[self.seen :]]
+        self.seen = len(self.jobs.sent)
+        return sent
 
     def inputs(self, job: Run) -> list[Array]:
         assert self.model.layout is not None
@@ -226,6 +228,19 @@ def test_a_batch_that_the_dead_worker_had_not_begun_runs_as_it_is(rig: Rig) -> N
     assert (again.slot, again.generation, again.sequence) == (job.slot, job.generation + 1, job.sequence + 1)
     rig.run(again)
     assert len(rig.results()) == 1
+
+
+def test_a_ready_batch_is_handed_out_before_the_finished_one_is_answered() -> None:
+    rig = Rig()
+    open_slots(rig.model, slots=4)
+    rig.ready()
+    first = busy(rig)
+    rig.send(b"a", 1, 8)  # a full batch: it is ready
+    sent = len(rig.jobs.sent)
+    rig.run(first)
+    assert len(rig.jobs.sent) == sent + 1
+    rig.run(rig.step()[0])
+    rig.model.close()
 
 
 def test_what_has_no_slot_waits_as_it_came_and_is_placed_later() -> None:
