@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from mxpool import errors, messages
-from mxpool.broker import closing
+from mxpool.broker import foreign_descriptors
 from mxpool.broker.clients import Client, ClientBook, Peer
 from mxpool.broker.loop import Loop
 from mxpool.errors import MxPoolError
@@ -127,7 +127,7 @@ class ClientLinks:
                 return
             peer.link.send(messages.encode(messages.ARENA_OK, token=token, size=fields["size"]))
             return
-        closing.close_later(fds)
+        foreign_descriptors.close_later(fds)
         if kind == messages.HELLO and not peer.greeted:
             self._greet(peer, fields)
         elif kind == messages.ARENA_DROP and type(fields.get("token")) is bytes:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mxpool import messages
-from mxpool.broker import closing
+from mxpool.broker import foreign_descriptors
 from mxpool.broker.outbox import Outbox
 from mxpool.broker.tickets import Ticket
 from mxpool.clock import now_us
@@ -102,7 +102,7 @@ class Peer:
         except (OSError, ValueError) as error:  # a descriptor without read access, or too many mappings
             raise InvalidRegion(field="descriptor", reason=f"it cannot be mapped: {error}") from None
         finally:
-            closing.close_later(fds)
+            foreign_descriptors.close_later(fds)
 
     def _check_arena(self, fd: int, size: Any, allowed: Callable[[int], bool]) -> int:
         if len(self.arenas) >= ARENAS_MAX:
@@ -140,7 +140,9 @@ class Peer:
     def close(self) -> None:
         """Close the link: the client sees that it is dropped. Arenas are unmapped with their last reader."""
         self.arenas.clear()
-        closing.close_later([self.link.detach()])  # descriptors that the client had sent may lie unread in it
+        foreign_descriptors.close_later(
+            [self.link.detach()]
+        )  # descriptors that the client had sent may lie unread in it
 
 
 class ClientBook:
@@ -187,6 +189,6 @@ class ClientBook:
         try:
             kind, fields = messages.decode(packet.data)
         except MxPoolError as error:
-            closing.close_later(packet.fds)
+            foreign_descriptors.close_later(packet.fds)
             raise LinkClosed(str(error)) from None
         return kind, fields, packet.fds

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from mxpool import errors, messages, wire
 from mxpool.broker.admission import Admission
 from mxpool.broker.clients import Client
+from mxpool.broker.copying import SlotMemory
 from mxpool.broker.core import Limits, ModelCore
-from mxpool.broker.memory import SlotMemory
 from mxpool.broker.telemetry import BatchRecord, ModelCounters
 from mxpool.broker.tickets import Batch, Ticket
 from mxpool.clock import now_us
@@ -102,7 +102,7 @@ class ServedModel:
                 deadline = now - deadline
             ticket = Ticket(client, request.request_id, request.rows, now, deadline, self)
             if self.core.submit(ticket, now):
-                self._memory.place(ticket, body)
+                self._memory.copy_in(ticket, body)
             else:
                 ticket.body = body
         except MxPoolError:
@@ -143,7 +143,7 @@ class ServedModel:
         if memory is None or not core.waiting:
             return
         for ticket in (*core.retries(now), *core.refill(now)):
-            memory.place(ticket, ticket.body)
+            memory.copy_in(ticket, ticket.body)
             ticket.body = None
         while core.depth:
             core.close_due(now)

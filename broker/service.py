@@ -192,7 +192,7 @@ class Broker:
             "messages_sent": self.front.sent,
             "undeliverable": self.front.undeliverable,
             "refused": self.intake.refused,
-            "state": "draining" if self._end_at_us is not None else "serving",
+            "state": "draining" if all(model.core.draining for model in self.models.values()) else "serving",
         }
 
     # The end

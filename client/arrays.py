@@ -83,6 +83,9 @@ class RequestForm:
         return [(min(self.rows_max, rows - at), [array[at : at + self.rows_max] for array in arrays]) for at in starts]
 
     def _check_slowly(self, arrays: Mapping[str, Any]) -> tuple[int, list[Array]]:
+        if not hasattr(arrays, "keys"):
+            expected, got = f"a dict with {', '.join(sorted(self._names))}", type(arrays).__name__
+            raise InvalidTensor(tensor="*", reason="not a dict of input name to array", got=got, expected=expected)
         if arrays.keys() != self._names:
             raise self._names_differ(arrays)
         checked = [_converted(spec, arrays[spec.name]) for spec in self.signature.inputs]

@@ -125,6 +125,7 @@ def test_the_whole_broker_is_drained_by_the_command() -> None:
         command = [MXPOOL, "-e", pool.endpoint, "drain"]
         drained = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
         assert "draining" in drained.stdout
+        assert pool.stats()["broker"]["state"] == "draining"
         for name in ("a", "b"):
             with pytest.raises(ShuttingDown):
                 client.infer(name, x(1))

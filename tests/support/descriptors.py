@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mxpool.broker import closing
+from mxpool.broker import foreign_descriptors
 
 
 def open_fds() -> set[str]:
@@ -14,8 +14,8 @@ def open_fds() -> set[str]:
 
 
 def wait_until_closed() -> None:
-    """Return once all that the broker's code has given to ``closing`` so far is closed."""
+    """Return once all that the broker's code has given to ``foreign_descriptors`` so far is closed."""
     reader, writer = os.pipe()
-    closing.close_later([writer])  # it closes in order
+    foreign_descriptors.close_later([writer])  # it closes in order
     os.read(reader, 1)
     os.close(reader)

@@ -176,3 +176,8 @@ def test_bits_arrive_as_they_are(dtype: str, data: bytes) -> None:
     words = {"<f2": "FP16", "<f4": "FP32", "<f8": "FP64", "<i1": "INT8", "<u2": "UINT16", "?": "BOOL"}
     form = RequestForm("m", Signature((TensorSpec("x", words[dtype], ()),), (), 64), 1 << 20)
     assert body(form, {"x": np.frombuffer(data, dtype)})[1] == data
+
+
+def test_a_bare_array_is_told_what_a_request_is() -> None:
+    with pytest.raises(InvalidTensor, match=r"not a dict of input name to array \(got ndarray, expected a dict with"):
+        FORM.check(np.zeros((1, 4), np.float32))  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ class SlotMemory:
         self._dirty = [0] * layout.slots
         self._repeat = repeat_padding
 
-    def place(self, ticket: Ticket, body: bytes | memoryview) -> None:
+    def copy_in(self, ticket: Ticket, body: bytes | memoryview) -> None:
         """Copy a request's tensors, joined in ``body``, to its rows; the size was checked before."""
         batch, row, rows = ticket.batch, ticket.row, ticket.rows
         assert batch is not None
@@ -40,7 +40,7 @@ class SlotMemory:
             position += size
 
     def body(self, slot: int, row: int, rows: int) -> bytes:
-        """The inputs of ``rows`` rows from ``row`` on, as ``place`` got them: a copy."""
+        """The inputs of ``rows`` rows from ``row`` on, as ``copy_in`` got them: a copy."""
         return self._joined(self._inputs[slot], row, rows)
 
     def pad(self, slot: int, rows: int, size: int) -> None:

@@ -7,7 +7,7 @@ import time
 
 from descriptors import open_fds, wait_until_closed
 
-from mxpool.broker.closing import close_later
+from mxpool.broker.foreign_descriptors import close_later
 
 
 def lingering() -> tuple[int, list[socket.socket]]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mxpool.broker.memory import SlotMemory
+from mxpool.broker.copying import SlotMemory
 from mxpool.broker.tickets import Batch, Ticket
 from mxpool.shm.layout import SlotLayout, SlotViews
 from mxpool.shm.segment import Segment
@@ -42,7 +42,7 @@ class Slots:
             batch.add(ticket)
             first = np.arange(start, start + rows * 3, dtype="<f4").reshape(rows, 3) + 1
             second = np.full((rows, 2, 2), (start + number) % 255 + 1, np.uint8)
-            self.memory.place(ticket, first.tobytes() + second.tobytes())
+            self.memory.copy_in(ticket, first.tobytes() + second.tobytes())
             assert self.memory.body(slot, ticket.row, rows) == first.tobytes() + second.tobytes()
             bodies.append([first, second])
             start += rows * 3
@@ -133,7 +133,7 @@ def test_mark_is_raised_before_bytes_are_written_so_that_half_a_request_leaves_n
         ticket = Ticket(None, 1, 6, 0, 0)
         Batch(0, None).add(ticket)
         with pytest.raises(ValueError, match="differ"):
-            found.memory.place(ticket, np.ones(6 * 3, "<f4").tobytes() + b"short")
+            found.memory.copy_in(ticket, np.ones(6 * 3, "<f4").tobytes() + b"short")
         assert found.inputs(0)[0][:6].all(), "the first tensor was written: this test needs that"
         found.fill(0, [1], 0)
         found.memory.pad(0, 1, 8)
