@@ -117,6 +117,7 @@ class Control:
                 "reason": worker.life.reason,
                 "in_flight": model.core.roster.in_flight(worker.name),
                 "batches": worker.batches,
+                "report": worker.report,
                 "stderr": list(worker.stderr)[-5:] if worker.life.reason else [],
             }
             for worker in self._workers.values()
@@ -125,6 +126,11 @@ class Control:
         return {
             "state": model.state,
             "reason": model.unavailable,
+            "config": {
+                "graph": model.config.graph,
+                "queue": model.config.queue,
+                "fixed_input_buffers": model.config.fixed_input_buffers,
+            },
             "queue_depth": model.core.depth,
             "slots": len(model.core.slots),
             "free_slots": model.core.slots.free_count,

@@ -193,12 +193,13 @@ class Supervisor:
     def _signature(self, worker: WorkerProcess, fields: dict[str, Any]) -> None:
         served = worker.served
         worker.state = "loaded"
+        worker.report = dict(fields["report"])
         signature = Signature.from_wire(fields["signature"])
         if served.segment is not None and served.signature == signature:
             worker.bind()
         elif served.signature is None:
             served.signature = signature
-            served.report = dict(fields.get("report", {}))
+            served.report = worker.report
             self._allocate(served, SlotLayout(signature, served.config.slot_count))
         elif served.signature != signature:
             self.kill(worker.name, "its signature differs from that of the model's other workers")
@@ -251,7 +252,8 @@ class Supervisor:
             raise errors.MalformedMessage(reason=f"READY with {in_flight} in flight, sizes {sizes}")
         worker.state = "ready"
         worker.life.ready()
-        served.report.update(report)
+        worker.report.update(report, sizes=list(sizes), in_flight=in_flight)
+        served.report = worker.report
         served.unavailable = ""
         served.core.worker_ready(worker.name, in_flight, sizes)
         config = worker.spec

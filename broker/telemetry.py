@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from mxpool.broker.batching import CLOSE_REASONS
+from mxpool.histogram import Histogram
 
 RECENT_BATCHES = 1024  # batches that the percentiles of status look back on
 
@@ -61,6 +62,8 @@ class ModelCounters:
     graph: Counter[str] = field(default_factory=lambda: Counter({"off": 0, "hit": 0, "miss": 0}))
     recent_run_us: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_BATCHES))
     recent_queue_us: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_BATCHES))
+    run_us: Histogram = field(default_factory=Histogram)
+    oldest_queue_us: Histogram = field(default_factory=Histogram)
     last_batch: BatchRecord | None = None
 
     def batch(self, record: BatchRecord, rows: int) -> None:
@@ -73,10 +76,16 @@ class ModelCounters:
         self.graph[record.graph] += 1
         self.recent_run_us.append(record.run_us)
         self.recent_queue_us.append(record.oldest_queue_us)
+        self.run_us.add(record.run_us)
+        self.oldest_queue_us.add(record.oldest_queue_us)
         self.last_batch = record
 
     def to_wire(self) -> dict[str, Any]:
-        """A MessagePack-able map for the ``stats`` verb."""
+        """A MessagePack-able map for the ``stats`` verb.
+
+        ``run_us`` and ``oldest_queue_us`` hold p50 and p99 of the last batches, and all batches as ``buckets``: see
+        ``mxpool.histogram``.
+        """
         return {
             "received": self.received,
             **self.outcomes,
@@ -87,8 +96,8 @@ class ModelCounters:
             "stale_completions": self.stale_completions,
             "close": dict(self.close),
             "graph": dict(self.graph),
-            "run_us": percentiles(self.recent_run_us),
-            "oldest_queue_us": percentiles(self.recent_queue_us),
+            "run_us": {**percentiles(self.recent_run_us), "buckets": self.run_us.to_wire()},
+            "oldest_queue_us": {**percentiles(self.recent_queue_us), "buckets": self.oldest_queue_us.to_wire()},
             "last_batch": asdict(self.last_batch) if self.last_batch else None,
         }
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
+from typing import Any
 
 from mxpool import messages
 from mxpool.broker.lifecycle import Lifecycle
@@ -40,6 +41,7 @@ class WorkerProcess:
         self.cannot_boot = False
         self.started_us = 0
         self.batches = 0
+        self.report: dict[str, Any] = {}
         self.stderr: deque[str] = deque(maxlen=STDERR_LINES)
         self._partial = b""
 
@@ -60,6 +62,7 @@ class WorkerProcess:
         self.state, self.started_us = "starting", now_us
         self.failure, self.cannot_boot = "", False
         self.stderr.clear()
+        self.report = {}
 
     @staticmethod
     def _popen(link_fd: int) -> subprocess.Popen[bytes]:

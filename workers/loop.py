@@ -17,7 +17,6 @@ from mxpool.workers.backends.protocol import Backend
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 30.0  # a bound, not a period: a record or the end of the link wakes the loop at once
-BUSY_WAIT_S = 100e-6  # between two looks at a running batch whose backend has no descriptor to wait on
 
 
 class Bound(NamedTuple):
@@ -55,10 +54,15 @@ def serve(link: Link, backend: Backend, bound: Bound, status: memoryview) -> Non
 
 def _serve(link: Link, backend: Backend, bound: Bound, status: memoryview, started: deque[_Started]) -> None:
     while True:
-        if started and (len(started) >= backend.in_flight or backend.done()):
-            link.send(_finish(backend, started.popleft()))
-            continue
-        packet = _receive(link, backend, busy=bool(started))
+        if started:
+            full = len(started) >= backend.in_flight
+            due_us = 0 if full else backend.finish_due_us() - now_us()
+            if due_us <= 0:
+                link.send(_finish(backend, started.popleft()))
+                continue
+            packet = _receive_within(link, due_us / 1e6)
+        else:
+            packet = link.receive(IDLE_WAIT_S)
         if packet is None:
             continue
         if packet.data[0] == STOP:
@@ -74,15 +78,11 @@ def _serve(link: Link, backend: Backend, bound: Bound, status: memoryview, start
         backend.start(run.slot, run.size)
 
 
-def _receive(link: Link, backend: Backend, *, busy: bool) -> Packet | None:
-    """The next record; None when a batch may have ended meanwhile, or nothing came for long."""
-    if not busy:
-        return link.receive(IDLE_WAIT_S)
-    done_fd = backend.fileno()
-    # select, because poll waits for whole milliseconds; both descriptors were opened early, so they are small numbers.
-    watched = [link.fileno()] if done_fd is None else [link.fileno(), done_fd]
-    readable, _, _ = select.select(watched, [], [], BUSY_WAIT_S if done_fd is None else IDLE_WAIT_S)
-    return link.receive_nowait() if link.fileno() in readable else None
+def _receive_within(link: Link, seconds: float) -> Packet | None:
+    """The next record, or None; waits microseconds, where poll waits for whole milliseconds."""
+    # The link was opened early, so that its descriptor is one that select can take.
+    readable, _, _ = select.select([link.fileno()], [], [], seconds)
+    return link.receive_nowait() if readable else None
 
 
 def _refusal(run: Run, bound: Bound) -> RunFailed | None:

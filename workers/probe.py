@@ -70,7 +70,7 @@ def _ask(link: Link, spec: ModelSpec, timeout_s: float) -> Loaded:
         if kind == messages.HELLO:
             _send_load(link, spec)
         elif kind == messages.SIGNATURE:
-            return Loaded(Signature.from_wire(fields["signature"]), tuple(fields["sizes"]), fields["report"])
+            return Loaded(Signature.from_wire(fields["signature"]), fields["report"])
         else:
             raise _load_failed(spec, from_wire(fields["code"], fields["message"], fields["fields"]))
 

@@ -23,7 +23,7 @@ from mxpool.shm.layout import SlotLayout
 from mxpool.shm.link import Link, LinkClosed, Packet
 from mxpool.shm.segment import Segment
 from mxpool.spec import ModelSpec
-from mxpool.workers.backends.protocol import Backend
+from mxpool.workers.backends.protocol import Backend, Prepared
 from mxpool.workers.backends.registry import create
 from mxpool.workers.loop import IDLE_WAIT_S, Bound, serve
 
@@ -76,15 +76,16 @@ def _prepare(link: Link, spec: ModelSpec, environment: MutableMapping[str, str])
         set_device(spec, environment)
         backend = create(spec)
         loaded = backend.load(spec)
-        signature, sizes = loaded.signature.to_wire(), list(loaded.sizes)
-        link.send(messages.encode(messages.SIGNATURE, signature=signature, sizes=sizes, report=loaded.report))
+        record = messages.encode(messages.SIGNATURE, signature=loaded.signature.to_wire(), report=loaded.report)
+        link.send(record)
         fields, fd = _expect(link, messages.BIND)
-        bound = Bound(fields["slots"], loaded.sizes)
         begin_us = now_us()
-        layout = SlotLayout(loaded.signature, bound.slots)
+        layout = SlotLayout(loaded.signature, fields["slots"])
         segment = Segment(fd, layout.size_bytes)
-        report = {"graph": "off", **_bind(backend, layout, segment, bound)}
-        report["bind_us"] = now_us() - begin_us
+        prepared = _bind(backend, layout, segment)
+        bound = Bound(layout.slots, prepared.sizes)
+        report = {"graph": "off", **prepared.report, "bind_us": now_us() - begin_us}
+        sizes = list(prepared.sizes)
         link.send(messages.encode(messages.READY, in_flight=backend.in_flight, sizes=sizes, report=report))
     except (LoadFailed, LinkClosed, _Stopped):
         raise
@@ -93,9 +94,9 @@ def _prepare(link: Link, spec: ModelSpec, environment: MutableMapping[str, str])
     return backend, bound, segment
 
 
-def _bind(backend: Backend, layout: SlotLayout, segment: Segment, bound: Bound) -> dict[str, Any]:
-    views = [layout.views(segment.map, slot) for slot in range(bound.slots)]
-    return backend.bind(memoryview(segment.map), views, tuple(bound.sizes))
+def _bind(backend: Backend, layout: SlotLayout, segment: Segment) -> Prepared:
+    views = [layout.views(segment.map, slot) for slot in range(layout.slots)]
+    return backend.bind(memoryview(segment.map), views)
 
 
 def _give_up(link: Link, error: LoadFailed) -> int:

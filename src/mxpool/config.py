@@ -139,13 +139,19 @@ class ModelConfig(_Frozen):
         "Batch sizes to prepare; a batch is padded to the next.",
         "powers of two",
     )
+    graph_batch_sizes: Sizes = _choice(
+        tuple,
+        "ascending, the last one max_batch_size; on maca only that one",
+        "Batch sizes at which a device graph is captured and replayed, instead of batch_sizes.",
+        "cuda: 1, 8, 32 and max_batch_size; maca: max_batch_size",
+    )
     graph: Literal["off", "prefer", "require"] = _choice(
         "prefer", "off, prefer, require", "Whether a captured device graph is replayed, where the runtime can."
     )
     load: Literal["eager"] = _choice("eager", "eager", "When it is loaded: at start.")
     workers: Mapping[str, Count] = _choice(
         lambda: {"cpu": 1},
-        "device name = 1 to 256; onnxruntime: devices of kind cpu",
+        "device name = 1 to 256",
         "Worker processes on each device.",
         min_length=1,
     )
@@ -205,6 +211,7 @@ class ModelConfig(_Frozen):
             device_index=device.index,
             max_batch_size=self.max_batch_size,
             sizes=self.batch_sizes or default_sizes(self.max_batch_size),
+            graph_sizes=self.graph_batch_sizes,
             dims=dict(self.dims),
             graph=self.graph if self.fixed_input_buffers else "off",
             fixed_input_buffers=self.fixed_input_buffers,

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from mxpool.config import Config, ModelConfig
 
 # Keys that later releases will have. A file written for one of them must not be served as if they meant nothing.
-LATER_KEYS = frozenset(
-    ["metrics", "http", "grpc", "memory_budget_mb", "spares", "unload", "replace", "graph_batch_sizes"]
-)
+LATER_KEYS = frozenset(["metrics", "http", "grpc", "memory_budget_mb", "spares", "unload", "replace"])
 LATER_VALUES = {("load", "lazy"), ("load", "lru")}
 SHOWN_CHARS_MAX = 80
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -167,14 +165,13 @@ def _model_faults(model: ModelConfig, config: Config) -> Iterator[Fault]:
         if device not in config.devices:
             known = ", ".join(sorted(config.devices))
             yield Fault(("workers", device), f"no device of that name is declared; declared: {known}")
-        elif device != "cpu" and model.backend_name == "onnxruntime" and config.devices[device].kind != "cpu":
-            kind = config.devices[device].kind
-            yield Fault(("workers", device), f"onnxruntime on {kind} is not in this release; allowed: kind cpu")
-    sizes, largest = model.batch_sizes, max(model.max_batch_size, 1)
-    if sizes and list(sizes) != sorted(set(sizes)):
-        yield Fault(("batch_sizes",), f"{_shown(sizes)} does not ascend")
-    elif sizes and sizes[-1] != largest:
-        yield Fault(("batch_sizes",), f"{_shown(sizes)} does not end with {largest}, the largest batch")
+        elif config.devices[device].kind == "maca" and len(model.graph_batch_sizes) > 1:
+            shown = _shown(model.graph_batch_sizes)
+            yield Fault(
+                ("graph_batch_sizes",), f"{shown} are several, and a maca session has one graph, at max_batch_size"
+            )
+    yield from _size_faults("batch_sizes", model.batch_sizes, model.max_batch_size)
+    yield from _size_faults("graph_batch_sizes", model.graph_batch_sizes, model.max_batch_size)
     if model.slot_count <= model.worker_count:
         yield Fault(
             ("slots",),
@@ -182,6 +179,14 @@ def _model_faults(model: ModelConfig, config: Config) -> Iterator[Fault]:
         )
     if model.graph == "require" and not model.fixed_input_buffers:
         yield Fault(("graph",), '"require" needs fixed_input_buffers = true: a graph holds the addresses of its inputs')
+
+
+def _size_faults(key: str, sizes: Sequence[int], max_batch_size: int) -> Iterator[Fault]:
+    largest = max(max_batch_size, 1)
+    if sizes and list(sizes) != sorted(set(sizes)):
+        yield Fault((key,), f"{_shown(sizes)} does not ascend")
+    elif sizes and sizes[-1] != largest:
+        yield Fault((key,), f"{_shown(sizes)} does not end with {largest}, the largest batch")
 
 
 def _backend_faults(model: ModelConfig) -> Iterator[Fault]:

@@ -24,7 +24,7 @@ LINK_VERSION = 1
 
 HELLO = 1  # peer → broker {role: "worker" | "client", version, pid}
 LOAD = 2  # broker → worker {worker, model, spec}; descriptor: its status segment (8 bytes used)
-SIGNATURE = 3  # worker → broker {signature, sizes, report}
+SIGNATURE = 3  # worker → broker {signature, report}
 BIND = 4  # broker → worker {slots}; descriptor: the slot segment
 READY = 5  # worker → broker {in_flight, sizes, report}: batches at once, batch sizes ascending
 RUN = 6  # broker → worker, fixed

@@ -13,7 +13,8 @@ class ModelSpec:
     """One model on one device, as sent to a worker in LOAD. Checked by ``config`` before.
 
     ``dims`` fixes open dims: input name to the dims of one row. ``sizes`` are the batch sizes to prepare, ascending,
-    the last one ``max(max_batch_size, 1)``. ``options`` are the backend's own, as strings or numbers.
+    the last one ``max(max_batch_size, 1)``; ``graph_sizes`` those where a device graph is replayed, empty for the
+    backend's own choice. ``options`` are the backend's own, as strings or numbers.
     """
 
     name: str
@@ -23,6 +24,7 @@ class ModelSpec:
     device_index: int = 0
     max_batch_size: int = 128
     sizes: tuple[int, ...] = ()
+    graph_sizes: tuple[int, ...] = ()
     dims: dict[str, tuple[int, ...]] = field(default_factory=dict)
     graph: str = "prefer"
     fixed_input_buffers: bool = True
@@ -37,7 +39,8 @@ class ModelSpec:
     def from_wire(cls, fields: dict[str, Any]) -> ModelSpec:
         """Read what ``to_wire`` wrote (MessagePack turns tuples into lists)."""
         dims = {name: tuple(row) for name, row in fields["dims"].items()}
-        return cls(**{**fields, "sizes": tuple(fields["sizes"]), "dims": dims})
+        sizes = {key: tuple(fields[key]) for key in ("sizes", "graph_sizes")}
+        return cls(**{**fields, **sizes, "dims": dims})
 
 
 def default_sizes(max_batch_size: int) -> tuple[int, ...]:

@@ -36,7 +36,9 @@ from mxpool.errors import NotServable, RunFailed
 from mxpool.shm.layout import SlotViews
 from mxpool.spec import ModelSpec
 from mxpool.tensors import DATATYPES, Signature, TensorSpec
-from mxpool.workers.backends.protocol import Loaded, Ran
+from mxpool.workers.backends.protocol import Loaded, Prepared, Ran
+
+LOOK_AGAIN_US = 100  # at a gate that tells nobody when it opens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,7 @@ class EchoBackend:
         self._model = ""
         self._options = EchoOptions()
         self._batched = True
+        self._sizes: tuple[int, ...] = ()
         self._slots: Sequence[SlotViews] = ()
         self._gate = -1
         self._started: deque[tuple[int, int, int, int]] = deque()  # slot, size, started at, due at (us)
@@ -121,13 +124,14 @@ class EchoBackend:
         self.in_flight = options.in_flight
         names = ["y"] if len(inputs) == 1 else [f"y_{tensor.name}" for tensor in inputs]
         outputs = (TensorSpec(name, tensor.datatype, tensor.dims) for name, tensor in zip(names, inputs, strict=True))
-        return Loaded(Signature(inputs, tuple(outputs), spec.max_batch_size), spec.sizes, {"backend": "echo"})
+        self._sizes = spec.sizes
+        return Loaded(Signature(inputs, tuple(outputs), spec.max_batch_size), {"backend": "echo"})
 
-    def bind(self, memory: memoryview, slots: Sequence[SlotViews], sizes: Sequence[int]) -> dict[str, Any]:
+    def bind(self, memory: memoryview, slots: Sequence[SlotViews]) -> Prepared:
         """Keep the views; see Backend."""
-        del memory, sizes
+        del memory
         self._slots = slots
-        return {}
+        return Prepared(self._sizes)
 
     def start(self, slot: int, size: int) -> None:
         """Begin the batch's delay, after that of the batch before it."""
@@ -135,16 +139,13 @@ class EchoBackend:
         self._due_us = max(self._due_us, started_us) + int(self._options.delay_ms * 1000)
         self._started.append((slot, size, started_us, self._due_us))
 
-    def fileno(self) -> int | None:
-        """None: see Backend."""
-        return None
-
-    def done(self) -> bool:
-        """True once the oldest batch's delay has passed and its gate is open."""
+    def finish_due_us(self) -> int:
+        """The end of the oldest batch's delay; for one that hangs or whose gate is closed, a moment from now."""
         slot, size, _, due_us = self._started[0]
-        if now_us() < due_us or self._holds(slot, size, self._options.hang_on):
-            return False
-        return self._gate < 0 or bool(select.select([self._gate], [], [], 0)[0])
+        shut = self._gate >= 0 and not select.select([self._gate], [], [], 0)[0]
+        if now_us() >= due_us and (shut or self._holds(slot, size, self._options.hang_on)):
+            return now_us() + LOOK_AGAIN_US
+        return due_us
 
     def finish(self) -> Ran:
         """Wait for the oldest batch and write its outputs; see Backend.

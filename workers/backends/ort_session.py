@@ -5,21 +5,27 @@ The runtime is imported on first use, after the device's environment is set, and
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import stat
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from mxpool.errors import LoadFailed, ModelInvalid, NotServable, ProviderUnavailable
 from mxpool.spec import ModelSpec
 
+Arrays = dict[str, npt.NDArray[Any]]
+
 PROVIDERS = {
     "cpu": ("CPUExecutionProvider", "mxpool[cpu]"),
-    "cuda": ("CUDAExecutionProvider", "onnxruntime-gpu"),
+    "cuda": ("CUDAExecutionProvider", "mxpool[cuda]"),
     "maca": ("MACAExecutionProvider", "the vendor's onnxruntime wheel for MACA"),
 }
-CPU_ONLY = "this release serves onnxruntime models on the CPU only"
 REASON_CHARS_MAX = 500  # a runtime's message can hold a whole graph; the first part tells what happened
 LOG_ERROR, LOG_FATAL = 3, 4
 
@@ -51,6 +57,7 @@ CONFIG_ENTRIES = frozenset(
         "session.x64quantprecision",
     }
 )
+PROVIDER_PREFIX = "provider."  # of options that go to the execution provider
 SWITCHES = ("enable_cpu_mem_arena", "enable_mem_pattern")  # attributes of SessionOptions, booleans
 LEVELS = {"disable": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "extended": "ORT_ENABLE_EXTENDED"}
 LEVELS["all"] = "ORT_ENABLE_ALL"
@@ -71,13 +78,11 @@ def import_runtime(device_kind: str) -> Any:
     try:
         runtime: Any = importlib.import_module("onnxruntime")
     except ImportError as error:
-        reason = f"onnxruntime cannot be imported ({one_line(error)}); pip install mxpool[cpu] brings the CPU build"
-        if device_kind != "cpu":
-            reason += f", and {CPU_ONLY}"
+        reason = f"onnxruntime cannot be imported ({one_line(error)})"
         raise ProviderUnavailable(provider=provider, actual="nothing", reason=reason, package=package) from None
     available = runtime.get_available_providers()
     if provider not in available:
-        reason = f"the installed onnxruntime {runtime.__version__} was built without it, and {CPU_ONLY}"
+        reason = f"the installed onnxruntime {runtime.__version__} was built without it"
         raise ProviderUnavailable(provider=provider, actual=", ".join(available), reason=reason, package=package)
     return runtime
 
@@ -116,8 +121,27 @@ def session_options(runtime: Any, spec: ModelSpec) -> Any:
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     for key, value in spec.options.items():
-        _apply(runtime, options, spec.path, key, value)
+        if not key.startswith(PROVIDER_PREFIX):
+            _apply(runtime, options, spec.path, key, value)
     return options
+
+
+def provider_options(spec: ModelSpec, known: Collection[str] | None) -> dict[str, str]:
+    """Those of ``spec.options`` that begin with ``provider.``, as the provider takes them; ``known`` None takes all.
+
+    Raises:
+        NotServable: for one that is not ``known``.
+    """
+    found: dict[str, str] = {}
+    for key, value in spec.options.items():
+        if not key.startswith(PROVIDER_PREFIX):
+            continue
+        name = key.removeprefix(PROVIDER_PREFIX)
+        if known is not None and name not in known:
+            reason = f"options of the provider are {', '.join(sorted(known)) or 'none'}"
+            raise NotServable(path=spec.path, what="option", name=key, reason=reason)
+        found[name] = str(int(value)) if isinstance(value, bool) else str(value)
+    return found
 
 
 def _apply(runtime: Any, options: Any, path: str, key: str, value: Any) -> None:
@@ -139,8 +163,15 @@ def _allowed(key: str, value: Any) -> str:
     return f"onnxruntime options are graph_optimization_level, {', '.join((*SWITCHES, *sorted(CONFIG_ENTRIES)))}"
 
 
-def open_session(runtime: Any, spec: ModelSpec, options: Any) -> Any:
-    """An InferenceSession of the device's provider.
+def quiet_run_options(runtime: Any) -> Any:
+    """RunOptions for serving: a failed batch is answered and counted, not logged as well."""
+    options: Any = runtime.RunOptions()
+    options.log_severity_level = LOG_FATAL
+    return options
+
+
+def open_session(runtime: Any, spec: ModelSpec, options: Any, provider_options: Mapping[str, str] | None = None) -> Any:
+    """An InferenceSession of the device's provider, which takes ``provider_options``.
 
     Raises:
         ModelInvalid: if the file is not a model that this runtime can load.
@@ -148,13 +179,38 @@ def open_session(runtime: Any, spec: ModelSpec, options: Any) -> Any:
     """
     provider, package = PROVIDERS[spec.device_kind]
     try:
-        session: Any = runtime.InferenceSession(os.fspath(spec.path), options, providers=[provider], enable_fallback=0)
+        providers = [(provider, dict(provider_options))] if provider_options else [provider]
+        session: Any = runtime.InferenceSession(os.fspath(spec.path), options, providers=providers, enable_fallback=0)
     except MemoryError:
         raise LoadFailed(model=spec.name, reason="not enough memory for the model") from None
     except Exception as error:  # noqa: BLE001 - the runtime's errors share no base but Exception
         raise ModelInvalid(path=spec.path, reason=one_line(error)) from None
     actual = session.get_providers()
     if actual[:1] != [provider]:
-        reason = "the session fell back to another provider"
+        reason = f"the session fell back to another provider ({loader_message(runtime, provider)})"
         raise ProviderUnavailable(provider=provider, actual=", ".join(actual), reason=reason, package=package)
     return session
+
+
+def loader_message(runtime: Any, provider: str) -> str:
+    """Why the dynamic loader does not take the library of ``provider``, in its own words."""
+    library = f"libonnxruntime_providers_{provider.removesuffix('ExecutionProvider').lower()}.so"
+    path = Path(runtime.__file__).parent / "capi" / library
+    try:
+        ctypes.CDLL(os.fspath(path))
+    except OSError as error:
+        return one_line(error)
+    return f"{library} can be loaded; see the runtime's log above"
+
+
+def run_on_copies(session: Any, inputs: Arrays, outputs: Arrays, run_options: Any) -> None:
+    """The way back from fixed buffers: arrays made anew for this batch, results copied into ``outputs``.
+
+    Raises:
+        ValueError: if a result has not the shape of its output. Whatever the runtime raises passes.
+    """
+    feeds = {name: np.array(rows) for name, rows in inputs.items()}
+    for (name, rows), result in zip(outputs.items(), session.run(None, feeds, run_options), strict=True):
+        if result.shape != rows.shape:
+            raise ValueError(f"output {name!r} has the shape {result.shape}, expected {rows.shape}")
+        rows[...] = result

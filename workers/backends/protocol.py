@@ -22,15 +22,24 @@ from mxpool.tensors import Signature
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What ``load`` found: the signature, the batch sizes that it will run, and plain values for status and logs.
+    """What ``load`` found: the signature, and plain values for status and logs.
 
-    ``sizes`` ascend and end at ``max(max_batch_size, 1)``, the rows of a full slot: those of the spec, unless the file
-    or the device allows fewer. The broker pads each batch to one of them. In ``report`` the broker itself reads
-    ``backend`` (a word, shown as the model's platform) and, of what ``bind`` returns, ``graph`` ("on" or "off"); the
-    rest is only shown.
+    In ``report`` the broker itself reads ``backend`` (a word, shown as the model's platform); the rest is only shown.
     """
 
     signature: Signature
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What ``bind`` prepared: the batch sizes that ``start`` takes, and more for status and logs.
+
+    ``sizes`` ascend and end at ``max(max_batch_size, 1)``, the rows of a full slot: those of the spec, unless the file
+    or the device allows fewer. The broker pads each batch to one of them. In ``report`` the broker itself reads
+    ``graph`` ("on" or "off", the default).
+    """
+
     sizes: tuple[int, ...]
     report: dict[str, Any] = field(default_factory=dict)
 
@@ -60,8 +69,8 @@ class Backend(Protocol):
         """
         ...
 
-    def bind(self, memory: memoryview, slots: Sequence[SlotViews], sizes: Sequence[int]) -> dict[str, Any]:
-        """Prepare every slot at every size of ``Loaded.sizes``; returns more of the report.
+    def bind(self, memory: memoryview, slots: Sequence[SlotViews]) -> Prepared:
+        """Prepare every slot at every batch size.
 
         ``memory`` is the whole slot segment, page-aligned, in which the views of ``slots`` lie: a device registers it
         once, as a whole. Both stay valid until ``unload`` returns. Warm up and check in memory of your own: the slots
@@ -81,12 +90,12 @@ class Backend(Protocol):
         """
         ...
 
-    def fileno(self) -> int | None:
-        """A descriptor that is readable while ``done`` is true, or None: then ``done`` is asked every 100 us."""
-        ...
+    def finish_due_us(self) -> int:
+        """When ``finish`` should be called for the oldest started batch, on CLOCK_MONOTONIC; 0 for now.
 
-    def done(self) -> bool:
-        """True if ``finish`` would not wait for the device."""
+        Until then the loop watches its link, so that a second batch can be started meanwhile, and then asks again. A
+        device answers with the batch's likely end, less a margin: waiting in ``finish`` is exact and costs no CPU.
+        """
         ...
 
     def finish(self) -> Ran:

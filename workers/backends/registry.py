@@ -12,9 +12,13 @@ from mxpool.workers.backends.protocol import Backend
 
 GROUP = "mxpool.backends"
 BUILT_IN = {
-    "onnxruntime": "mxpool.workers.backends.onnxruntime:OnnxRuntimeBackend",
-    "echo": "mxpool.workers.backends.echo:EchoBackend",
-}
+    "onnxruntime": {
+        "cpu": "mxpool.workers.backends.ort_cpu:OrtCpuBackend",
+        "cuda": "mxpool.workers.backends.ort_cuda:OrtCudaBackend",
+        "maca": "mxpool.workers.backends.ort_maca:OrtMacaBackend",
+    },
+    "echo": dict.fromkeys(("cpu", "cuda", "maca"), "mxpool.workers.backends.echo:EchoBackend"),
+}  # by kind of device
 
 
 def create(spec: ModelSpec) -> Backend:
@@ -29,7 +33,7 @@ def create(spec: ModelSpec) -> Backend:
         reason = "the tensorrt backend is not in this release"
         raise NotServable(path=spec.path, what="backend", name=name, reason=reason)
     if name in BUILT_IN:
-        module, _, attribute = BUILT_IN[name].partition(":")
+        module, _, attribute = BUILT_IN[name][spec.device_kind].partition(":")
         factory: Any = getattr(importlib.import_module(module), attribute)
     else:
         factory = _installed(name, spec)

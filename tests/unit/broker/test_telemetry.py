@@ -31,11 +31,11 @@ def test_stats_can_be_packed_and_hold_every_outcome_from_the_start() -> None:
     counters = ModelCounters()
     empty = counters.to_wire()
     assert {name: empty[name] for name in OUTCOMES} == dict.fromkeys(OUTCOMES, 0)
-    assert (empty["last_batch"], empty["run_us"]) == (None, {})
+    assert (empty["last_batch"], empty["run_us"]) == (None, {"buckets": []})
     counters.batch(RECORD, 6)
     full = msgpack.unpackb(msgpack.packb(counters.to_wire()))
     assert full["last_batch"]["oldest_queue_us"] == 900
-    assert full["run_us"] == {"p50": 120, "p99": 120}
+    assert full["run_us"] == {"p50": 120, "p99": 120, "buckets": [[121, 1]]}
     assert full["oldest_queue_us"] == {"p50": 900, "p99": 900}
     assert set(full["close"]) == {"full", "delay", "idle", "drain", "retry"}
 

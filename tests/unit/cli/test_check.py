@@ -51,7 +51,7 @@ class Probe:
         self.asked.append((spec.name, spec.device_kind, spec.device_index, timeout_s))
         if spec.name == self.failing:
             raise ModelInvalid(path=spec.path, reason="no such file")
-        return Loaded(self.signature, (8,), {"provider": "CPUExecutionProvider"})
+        return Loaded(self.signature, {"provider": "CPUExecutionProvider"})
 
 
 Check = Callable[..., Any]
@@ -108,11 +108,3 @@ def test_a_bad_file_exits_with_2_and_loads_nothing(file: Path) -> None:
     ran = mxpool(FakeClient(), "check", file, probe=probe)
     assert (ran.exit_code, probe.asked) == (2, [])
     assert f"config_invalid: {file}: models.ocr.threads: 0 is less than 1" in ran.stderr
-
-
-def test_a_device_that_this_release_has_no_backend_for_exits_with_2_and_loads_nothing(file: Path) -> None:
-    file.write_text(FILE.replace('backend = "mine"\n', ""))
-    probe = Probe()
-    ran = mxpool(FakeClient(), "check", file, probe=probe)
-    assert (ran.exit_code, probe.asked) == (2, [])
-    assert "models.ranking.workers.gpu1: onnxruntime on cuda is not in this release" in ran.stderr

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import os
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,25 +10,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mxpool import messages
+from mxpool.clock import now_us
 from mxpool.errors import MalformedMessage, RunFailed
 from mxpool.messages import Done, Run
 from mxpool.shm.link import Link, LinkClosed
 from mxpool.spec import ModelSpec
-from mxpool.workers.backends.protocol import Loaded, Ran
+from mxpool.workers.backends.protocol import Loaded, Prepared, Ran
 from mxpool.workers.loop import Bound, serve
 
 BOUND = Bound(slots=2, sizes=(1, 4))
 EPOCH = 77
+HOUR_US = 3_600_000_000
 
 
 class ScriptedBackend:
-    """Notes every call; ``outcome`` decides how each batch ends, ``is_done`` what ``done`` says."""
+    """Notes every call; ``outcome`` decides how each batch ends, ``due_us`` when ``finish`` is due."""
 
     def __init__(self, in_flight: int = 1, outcome: Callable[[int], Ran] | None = None) -> None:
         self.in_flight = in_flight
         self.calls: list[tuple[Any, ...]] = []
-        self.done_fd: int | None = None
-        self.is_done: Callable[[], bool] = lambda: False
+        self.due_us: Callable[[], int] = lambda: now_us() + HOUR_US
         self.on_start: Callable[[], None] = lambda: None
         self.on_finish: Callable[[], None] = lambda: None
         self._outcome = outcome or (lambda count: Ran(count, count + 1, messages.GRAPH_HIT))
@@ -41,7 +40,7 @@ class ScriptedBackend:
     def load(self, spec: ModelSpec) -> Loaded:
         raise NotImplementedError
 
-    def bind(self, memory: Any, slots: Any, sizes: Any) -> dict[str, Any]:
+    def bind(self, memory: Any, slots: Any) -> Prepared:
         raise NotImplementedError
 
     def start(self, slot: int, size: int) -> None:
@@ -50,11 +49,8 @@ class ScriptedBackend:
         self.most_running = max(self.most_running, self.running)
         self.on_start()
 
-    def fileno(self) -> int | None:
-        return self.done_fd
-
-    def done(self) -> bool:
-        return self.is_done()
+    def finish_due_us(self) -> int:
+        return self.due_us()
 
     def finish(self) -> Ran:
         assert self.running > 0
@@ -136,46 +132,37 @@ def test_a_backend_with_two_in_flight_starts_the_second_while_the_first_runs() -
     assert backend.most_running == 2
 
 
-def test_a_batch_that_is_done_is_answered_while_no_other_has_come() -> None:
+def test_a_batch_that_is_due_is_answered_while_no_other_has_come() -> None:
     backend = ScriptedBackend(in_flight=2)
     with pair() as (broker, worker):
-        polls = iter([False, False, True])
+        waits = iter([100, 100, 0])
 
-        def is_done() -> bool:
-            done = next(polls)
-            if done:
+        def due_us() -> int:
+            wait_us = next(waits)
+            if not wait_us:
                 send(broker)  # the STOP comes only now: the answer cannot be owed to it
-            return done
+            return now_us() + wait_us
 
-        backend.is_done = is_done
+        backend.due_us = due_us
         send(broker, a_run(0), stop=False)
         serve(worker, backend, BOUND, status_word())
         assert [done.slot for done in answers(broker)] == [0]
-    assert next(polls, None) is None
+    assert next(waits, None) is None
 
 
-def test_a_backends_descriptor_wakes_the_loop_for_a_batch_that_is_done() -> None:
+def test_a_second_batch_is_started_while_the_first_is_not_due() -> None:
     backend = ScriptedBackend(in_flight=2)
-    done_fd = backend.done_fd = os.eventfd(0)
-    polls = 0
-
-    def is_done() -> bool:
-        nonlocal polls
-        polls += 1
-        if polls == 1:  # the batch ends while the loop goes to wait
-            threading.Thread(target=os.eventfd_write, args=(done_fd, 1)).start()
-            return False
-        os.eventfd_read(done_fd)  # blocks for ever if the loop looked for another reason
-        return True
-
-    backend.is_done = is_done
     with pair() as (broker, worker):
-        backend.on_finish = lambda: send(broker)
+
+        def due_us() -> int:  # asked once the first runs: the second comes only now
+            send(broker, a_run(1))
+            return now_us() + HOUR_US
+
+        backend.due_us = due_us
         send(broker, a_run(0), stop=False)
         serve(worker, backend, BOUND, status_word())
-        assert [done.slot for done in answers(broker)] == [0]
-    os.close(done_fd)
-    assert polls == 2
+        assert [done.slot for done in answers(broker)] == [0, 1]
+    assert backend.calls[:3] == [("start", 0, 4), ("start", 1, 4), ("finish",)]
 
 
 def test_stop_finishes_what_is_started_and_leaves_later_runs_alone() -> None:
@@ -289,7 +276,7 @@ def test_every_run_gets_one_answer_in_order_and_only_whole_batches_reach_the_bac
         return Ran(count, count)
 
     backend = ScriptedBackend(in_flight, outcome)
-    backend.is_done = lambda: bool(chance.random() < 0.5)
+    backend.due_us = lambda: now_us() + (100 if chance.random() < 0.5 else 0)
     good = [run for run in runs if 1 <= run.rows <= run.size and run.slot < BOUND.slots and run.size in BOUND.sizes]
     with pair() as (broker, worker):
         send(broker, *runs)

@@ -12,7 +12,7 @@ from mxpool.shm.link import Link
 from mxpool.spec import ModelSpec
 from mxpool.workers import process
 from mxpool.workers.backends.echo import EchoBackend
-from mxpool.workers.backends.protocol import Loaded, Ran
+from mxpool.workers.backends.protocol import Loaded, Prepared, Ran
 
 
 class NotedEcho(EchoBackend):
@@ -26,9 +26,9 @@ class NotedEcho(EchoBackend):
         self.calls.append("load")
         return super().load(spec)
 
-    def bind(self, memory: memoryview, slots: Any, sizes: Any) -> dict[str, Any]:
-        self.calls.append(f"bind {len(memory)} bytes, {len(slots)} slots, sizes {list(sizes)}")
-        return super().bind(memory, slots, sizes)
+    def bind(self, memory: memoryview, slots: Any) -> Prepared:
+        self.calls.append(f"bind {len(memory)} bytes, {len(slots)} slots")
+        return super().bind(memory, slots)
 
     def finish(self) -> Ran:
         self.calls.append("finish")
@@ -61,7 +61,7 @@ def test_a_worker_loads_binds_the_whole_segment_runs_and_unloads_before_it_ends(
     broker.send(messages.encode_run(messages.Run(1, 0, 1, 1, 1, 1)))
     broker.send(messages.encode(messages.STOP))
     assert process.run_worker(worker, {}) == process.EXIT_STOPPED
-    bound = f"bind {layout.size_bytes} bytes, 2 slots, sizes [1, 2]"
+    bound = f"bind {layout.size_bytes} bytes, 2 slots"
     assert backend.calls == ["load", bound, "finish", "unload"]
     broker.close()
     worker.close()

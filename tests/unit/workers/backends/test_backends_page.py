@@ -33,11 +33,11 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_example_serves_batches_and_leaves_other_rows_alone(backend: Any) -> None:
     loaded = backend.load(make_spec(backend="negate", max_batch_size=4))
-    assert (loaded.sizes, loaded.report["backend"]) == ((1, 2, 4), "negate")
+    assert loaded.report["backend"] == "negate"
     layout = SlotLayout(loaded.signature, 2)
     memory = mmap.mmap(-1, layout.size_bytes)
     slots = [layout.views(memory, slot) for slot in range(2)]
-    assert backend.bind(memoryview(memory), slots, loaded.sizes) == {"graph": "off"}
+    assert backend.bind(memoryview(memory), slots).sizes == (1, 2, 4)
     slots[1].inputs["x"][...] = np.arange(16).reshape(4, 4)
     backend.start(1, 2)
     ran = backend.finish()

@@ -9,11 +9,11 @@ from worker_rig import make_spec
 from mxpool.errors import LoadFailed, NotServable
 from mxpool.workers.backends import registry
 from mxpool.workers.backends.echo import EchoBackend
-from mxpool.workers.backends.onnxruntime import OnnxRuntimeBackend
+from mxpool.workers.backends.ort_cpu import OrtCpuBackend
 
 
 def test_a_backend_is_chosen_by_its_name_alone() -> None:
-    assert isinstance(registry.create(make_spec("m.plan", "onnxruntime")), OnnxRuntimeBackend)
+    assert isinstance(registry.create(make_spec("m.plan", "onnxruntime")), OrtCpuBackend)
     assert isinstance(registry.create(make_spec("m.onnx", "echo")), EchoBackend)
 
 

@@ -16,7 +16,7 @@ from worker_rig import make_spec
 from mxpool.errors import LoadFailed, ModelInvalid, NotServable, RunFailed
 from mxpool.shm.layout import SlotLayout
 from mxpool.tensors import Signature
-from mxpool.workers.backends.onnxruntime import OnnxRuntimeBackend
+from mxpool.workers.backends.ort_cpu import OrtCpuBackend
 
 Arrays = dict[str, npt.NDArray[Any]]
 RANDOM = np.random.default_rng(1)
@@ -27,16 +27,15 @@ class Bound:
 
     def __init__(self, path: str, *, slots: int = 2, **fields: Any) -> None:
         self.spec = make_spec(path, **fields)
-        self.backend = OnnxRuntimeBackend()
+        self.backend = OrtCpuBackend()
         loaded = self.backend.load(self.spec)
         self.signature: Signature = loaded.signature
         self.report = loaded.report
-        self.sizes = loaded.sizes
-        self.sizes = loaded.sizes
         self.layout = SlotLayout(self.signature, slots)
         self.memory = mmap.mmap(-1, self.layout.size_bytes)
         self.slots = [self.layout.views(self.memory, slot) for slot in range(slots)]
-        self.bind_report = self.backend.bind(memoryview(self.memory), list(self.slots), self.sizes)
+        prepared = self.backend.bind(memoryview(self.memory), list(self.slots))
+        self.sizes, self.bind_report = prepared.sizes, prepared.report
 
     def fill(self, slot: int, feeds: Arrays) -> None:
         """Write ``feeds`` as the first rows, zeros behind them."""
@@ -48,7 +47,7 @@ class Bound:
     def run(self, slot: int, size: int) -> Arrays:
         """Run the slot; views of its outputs."""
         self.backend.start(slot, size)
-        assert not self.backend.done()
+        assert self.backend.finish_due_us() == 0
         ran = self.backend.finish()
         assert 0 < ran.t_start_us <= ran.t_end_us
         return {name: view[:size] for name, view in self.slots[slot].outputs.items()}
@@ -135,9 +134,9 @@ def test_binding_and_warm_up_leave_the_slots_of_a_running_pool_alone(tmp_path: P
         views.inputs["x"][...] = 3
         views.outputs["y"][...] = 5
     before = first.memory[:]
-    second = OnnxRuntimeBackend()
+    second = OrtCpuBackend()
     second.load(first.spec)
-    report = second.bind(memoryview(first.memory), first.slots, first.spec.sizes)
+    report = second.bind(memoryview(first.memory), first.slots).report
     assert first.memory[:] == before
     assert [size for size, _ in report["warm_up_us"]] == [1, 2, 4]
 
@@ -341,7 +340,7 @@ BROKEN = [
 def test_a_broken_file_is_refused_with_its_path_and_one_line(tmp_path: Path, kind: str) -> None:
     path = broken_files(tmp_path)[kind]
     with pytest.raises(ModelInvalid) as caught:
-        OnnxRuntimeBackend().load(make_spec(path))
+        OrtCpuBackend().load(make_spec(path))
     assert caught.value.message.startswith(f"model file {path}: ")
     assert "\n" not in caught.value.message
     assert PLAIN_REASONS.get(kind, "") in caught.value.message
@@ -349,14 +348,7 @@ def test_a_broken_file_is_refused_with_its_path_and_one_line(tmp_path: Path, kin
 
 def test_a_graph_that_is_required_is_refused_on_the_cpu(tmp_path: Path) -> None:
     with pytest.raises(NotServable, match="no device graphs"):
-        OnnxRuntimeBackend().load(make_spec(made_models.affine(tmp_path), graph="require"))
-
-
-def test_a_device_that_this_release_cannot_serve_is_never_served_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    available = ["CUDAExecutionProvider", "CPUExecutionProvider"]
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: available)
-    with pytest.raises(NotServable, match=r"device 'cuda'.*serves onnxruntime models on the CPU only"):
-        OnnxRuntimeBackend().load(make_spec(device_kind="cuda"))
+        OrtCpuBackend().load(make_spec(made_models.affine(tmp_path), graph="require"))
 
 
 def test_unload_lets_go_of_every_view(tmp_path: Path) -> None:

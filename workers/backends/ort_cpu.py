@@ -10,31 +10,31 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from mxpool.clock import now_us
-from mxpool.errors import LoadFailed, ModelInvalid, NotServable, RunFailed
+from mxpool.errors import LoadFailed, NotServable, RunFailed
 from mxpool.shm.layout import SlotViews
 from mxpool.spec import ModelSpec
-from mxpool.tensors import Signature, TensorSpec
-from mxpool.workers.backends.onnx_signature import Declared, Probe, Reader
+from mxpool.tensors import Signature
 from mxpool.workers.backends.ort_session import (
-    CPU_ONLY,
-    LOG_FATAL,
     PROVIDERS,
     check_file,
     import_runtime,
     one_line,
     open_session,
+    provider_options,
+    quiet_run_options,
+    run_on_copies,
     session_options,
 )
-from mxpool.workers.backends.protocol import Loaded, Ran
+from mxpool.workers.backends.ort_signature import filled_ones, filled_zeros, read_signature
+from mxpool.workers.backends.protocol import Loaded, Prepared, Ran
 
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-class OnnxRuntimeBackend:
+class OrtCpuBackend:
     """One InferenceSession; ``start`` notes a batch and ``finish`` runs it, so one batch is in flight."""
 
     in_flight = 1
@@ -60,60 +60,24 @@ class OnnxRuntimeBackend:
         if spec.graph == "require":
             raise NotServable(path=spec.path, what="graph", name="require", reason="the CPU has no device graphs")
         runtime = import_runtime(spec.device_kind)
-        if spec.device_kind != "cpu":
-            raise NotServable(path=spec.path, what="device", name=spec.device_kind, reason=CPU_ONLY)
         check_file(spec.path)
-        self._session = open_session(runtime, spec, session_options(runtime, spec))
-        self._run_options = runtime.RunOptions()
-        self._run_options.log_severity_level = LOG_FATAL  # a failed batch is answered and counted, not logged as well
-        self._signature, probed = self._read_signature()
+        options = session_options(runtime, spec)
+        self._session = open_session(runtime, spec, options, provider_options(spec, frozenset()))
+        self._run_options = quiet_run_options(runtime)
+        found = read_signature(self._session, spec, self._run_options)
+        self._signature = found.signature
+        self._sizes = spec.sizes if found.only_size is None else (found.only_size,)
         report = {
             "backend": "onnxruntime",
             "runtime": f"onnxruntime {runtime.__version__}",
             "provider": PROVIDERS[spec.device_kind][0],
             "threads": spec.threads,
-            "probed": probed,
+            "probed": found.probed,
             "load_us": now_us() - begin_us,
         }
-        return Loaded(self._signature, self._sizes, report)
+        return Loaded(self._signature, report)
 
-    def _read_signature(self) -> tuple[Signature, bool]:
-        spec, session = self._spec, self._session
-        inputs = [Declared(node.name, node.type, tuple(node.shape)) for node in session.get_inputs()]
-        outputs = [Declared(node.name, node.type, tuple(node.shape)) for node in session.get_outputs()]
-        reader = Reader(spec.path, spec.max_batch_size)
-        reader.check_names(inputs, outputs)
-        input_specs = reader.inputs(inputs, spec.dims)
-        only_size = reader.only_size(inputs)
-        self._sizes = spec.sizes if only_size is None else (only_size,)
-        declared = reader.declared_outputs(inputs, outputs)
-        known = tuple(output for output in declared if output is not None)
-        if len(known) == len(declared):
-            return Signature(input_specs, known, spec.max_batch_size), False
-        probes = self._probe(Signature(input_specs, (), spec.max_batch_size))
-        return Signature(input_specs, reader.probed_outputs(outputs, probes), spec.max_batch_size), True
-
-    def _probe(self, signature: Signature) -> list[Probe]:
-        """Shapes at the two smallest sizes, each with three kinds of values; a kind that the model refuses is left out.
-
-        Small batches tell as much as a full one, in a fraction of its time; warm-up then holds every size to it.
-        """
-        probes: list[Probe] = []
-        refusal = ""
-        for rows in self._sizes[:2]:
-            for fill in (_zeros, _ones, _alternating):
-                feeds = {spec.name: fill(signature.shape(spec, rows), spec) for spec in signature.inputs}
-                try:
-                    outputs = self._session.run(None, feeds, self._run_options)
-                except Exception as error:  # noqa: BLE001 - the runtime's errors share no base but Exception
-                    refusal = one_line(error)
-                    continue
-                probes.append(Probe(rows, tuple(np.shape(output) for output in outputs)))
-        if not probes:
-            raise ModelInvalid(path=self._spec.path, reason=f"it fails on zeros and on ones: {refusal}")
-        return probes
-
-    def bind(self, memory: memoryview, slots: Sequence[SlotViews], sizes: Sequence[int]) -> dict[str, Any]:
+    def bind(self, memory: memoryview, slots: Sequence[SlotViews]) -> Prepared:
         """Bind every slot at every size in place, and run each size once beside the slots; see Backend.
 
         Raises:
@@ -121,14 +85,15 @@ class OnnxRuntimeBackend:
         """
         del memory  # the views are enough: the CPU registers nothing
         self._slots = slots
-        warm_up_us = {size: self._warm_up(size) for size in sizes}
+        warm_up_us = {size: self._warm_up(size) for size in self._sizes}
         if self._spec.fixed_input_buffers:
             for slot, views in enumerate(slots):
-                for size in sizes:
+                for size in self._sizes:
                     self._bindings[slot, size] = self._bound(
                         self._rows(views.inputs, size), self._rows(views.outputs, size)
                     )
-        return {"warm_up_us": [[size, took] for size, took in warm_up_us.items()], "bindings": len(self._bindings)}
+        report = {"warm_up_us": [[size, took] for size, took in warm_up_us.items()], "bindings": len(self._bindings)}
+        return Prepared(self._sizes, report)
 
     def _rows(self, arrays: Arrays, size: int) -> Arrays:
         return {name: array[:size] for name, array in arrays.items()} if self._signature.batched else arrays
@@ -136,8 +101,8 @@ class OnnxRuntimeBackend:
     def _warm_up(self, size: int) -> int:
         """Run ``size`` rows in memory of our own and check that the outputs lie where they were bound; returns us."""
         signature = self._signature
-        inputs = {spec.name: _ones(signature.shape(spec, size), spec) for spec in signature.inputs}
-        outputs = {spec.name: _zeros(signature.shape(spec, size), spec) for spec in signature.outputs}
+        inputs = {spec.name: filled_ones(signature.shape(spec, size), spec) for spec in signature.inputs}
+        outputs = {spec.name: filled_zeros(signature.shape(spec, size), spec) for spec in signature.outputs}
         binding = self._bound(inputs, outputs)
         begin_us = now_us()
         try:
@@ -168,13 +133,9 @@ class OnnxRuntimeBackend:
         """Note the batch; ``finish`` runs it."""
         self._started.append((slot, size))
 
-    def fileno(self) -> int | None:
-        """None: see Backend."""
-        return None
-
-    def done(self) -> bool:
-        """False: the work is done in ``finish``."""
-        return False
+    def finish_due_us(self) -> int:
+        """Now: the work is done in ``finish``."""
+        return 0
 
     def finish(self) -> Ran:
         """Run the batch in the caller's thread; see Backend.
@@ -189,36 +150,15 @@ class OnnxRuntimeBackend:
             if binding is not None:
                 self._session.run_with_iobinding(binding, self._run_options)
             else:
-                self._run_on_copies(self._slots[slot], size)
+                views = self._slots[slot]
+                inputs, outputs = self._rows(views.inputs, size), self._rows(views.outputs, size)
+                run_on_copies(self._session, inputs, outputs, self._run_options)
         except Exception as error:  # noqa: BLE001 - the runtime's errors share no base but Exception
             raise RunFailed(model=self._spec.name, reason=one_line(error)) from None
         return Ran(begin_us, now_us())
-
-    def _run_on_copies(self, views: SlotViews, size: int) -> None:
-        """The way back: arrays made anew for this batch, results copied into the slot."""
-        feeds = {name: np.array(rows) for name, rows in self._rows(views.inputs, size).items()}
-        outputs = self._rows(views.outputs, size)
-        for (name, rows), result in zip(
-            outputs.items(), self._session.run(None, feeds, self._run_options), strict=True
-        ):
-            if result.shape != rows.shape:
-                raise ValueError(f"output {name!r} has the shape {result.shape}, expected {rows.shape}")
-            rows[...] = result
 
     def unload(self) -> None:
         """Let go of the bindings, then of the views, then of the session."""
         self._bindings.clear()
         self._slots = ()
         self._session = None
-
-
-def _zeros(shape: tuple[int, ...], spec: TensorSpec) -> npt.NDArray[Any]:
-    return np.zeros(shape, spec.dtype)
-
-
-def _ones(shape: tuple[int, ...], spec: TensorSpec) -> npt.NDArray[Any]:
-    return np.ones(shape, spec.dtype)
-
-
-def _alternating(shape: tuple[int, ...], spec: TensorSpec) -> npt.NDArray[Any]:
-    return (np.arange(int(np.prod(shape))) % 2).astype(spec.dtype).reshape(shape)
