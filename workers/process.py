@@ -23,7 +23,7 @@ from mxpool.shm.layout import SlotLayout
 from mxpool.shm.link import Link, LinkClosed, Packet
 from mxpool.shm.segment import Segment
 from mxpool.spec import ModelSpec
-from mxpool.workers.backends.protocol import Backend, Prepared
+from mxpool.workers.backends.protocol import Backend, DeviceLost, Prepared
 from mxpool.workers.backends.registry import create
 from mxpool.workers.loop import IDLE_WAIT_S, Bound, serve
 
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 EXIT_STOPPED = 0
 EXIT_SICK = 70  # EX_SOFTWARE of sysexits.h: start another one, with back-off
+EXIT_DEVICE_LOST = 71  # EX_OSERR: the same, and the process must end without another call into its runtime
 _CANNOT_BOOT = (ModelInvalid, NotServable, ProviderUnavailable)
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "MACA_VISIBLE_DEVICES")
 
@@ -48,6 +49,9 @@ def run_worker(link: Link, environment: MutableMapping[str, str]) -> int:
         return _run_worker(link, environment)
     except (LinkClosed, _Stopped):
         return EXIT_STOPPED
+    except DeviceLost:
+        log.exception("device is lost")
+        return EXIT_DEVICE_LOST
     except Exception:
         log.exception("worker is sick")
         return EXIT_SICK
@@ -87,7 +91,7 @@ def _prepare(link: Link, spec: ModelSpec, environment: MutableMapping[str, str])
         report = {"graph": "off", **prepared.report, "bind_us": now_us() - begin_us}
         sizes = list(prepared.sizes)
         link.send(messages.encode(messages.READY, in_flight=backend.in_flight, sizes=sizes, report=report))
-    except (LoadFailed, LinkClosed, _Stopped):
+    except (LoadFailed, LinkClosed, DeviceLost, _Stopped):
         raise
     except Exception as error:
         raise LoadFailed(model=spec.name, reason=f"{type(error).__name__}: {error}") from error

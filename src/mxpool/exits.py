@@ -5,10 +5,13 @@ from __future__ import annotations
 import signal
 
 
+MEANINGS = {71: "the device is lost"}  # of a worker's own exit codes, where the number tells nothing
+
+
 def exit_words(code: int) -> str:
     """A return code of ``subprocess``: ``exit code 3``, or for a signal its name; real-time signals have a number."""
     if code >= 0:
-        return f"exit code {code}"
+        return f"exit code {code}" + (f" ({MEANINGS[code]})" if code in MEANINGS else "")
     try:
         return signal.Signals(-code).name
     except ValueError:

@@ -143,3 +143,21 @@ def lookup(folder: Path) -> str:
     weights = [helper.make_tensor("table", FLOAT, [8], [float(value) for value in range(8)])]
     node = helper.make_node("Gather", ["table", "x"], ["y"])
     return save(folder, [node], [("x", INT64, ["N"])], [("y", FLOAT, ["N"])], weights)
+
+
+def conditional(folder: Path) -> str:
+    """``y = 2x`` if the first value is positive, else ``y = x``: control flow."""
+
+    def branch(name: str, node: onnx.NodeProto) -> onnx.GraphProto:
+        value = helper.make_tensor_value_info("b", FLOAT, ["N", 4])
+        return helper.make_graph([node], name, [], [value])
+
+    then = branch("then", helper.make_node("Add", ["x", "x"], ["b"]))
+    other = branch("else", helper.make_node("Identity", ["x"], ["b"]))
+    weights = [helper.make_tensor("zero", FLOAT, [], [0.0])]
+    nodes = [
+        helper.make_node("ReduceMax", ["x"], ["top"], keepdims=0),
+        helper.make_node("Greater", ["top", "zero"], ["positive"]),
+        helper.make_node("If", ["positive"], ["y"], name="Choose", then_branch=then, else_branch=other),
+    ]
+    return save(folder, nodes, [("x", FLOAT, ("N", 4))], [("y", FLOAT, ("N", 4))], weights)

@@ -44,6 +44,10 @@ class Prepared:
     report: dict[str, Any] = field(default_factory=dict)
 
 
+class DeviceLost(Exception):
+    """The device's state in this process is broken for good (a sticky error): only another process can use it."""
+
+
 class Ran(NamedTuple):
     """One finished batch; times are CLOCK_MONOTONIC in microseconds and span copy in, execute, copy out."""
 

@@ -40,7 +40,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a worker and exit with its code: 0 stopped, 70 sick, 78 cannot boot, 2 bad arguments."""
+    """Run a worker and exit with its code: 0 stopped, 70 sick, 71 device lost, 78 cannot boot, 2 bad arguments."""
     arguments = _arguments(argv)
     # The broker decides when a worker ends; a Ctrl-C at the terminal must not take workers before their requests.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -53,7 +53,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     link = Link(arguments.link)
     watch.end_with(link, process.EXIT_STOPPED)
-    sys.exit(process.run_worker(link, os.environ))
+    code = process.run_worker(link, os.environ)
+    if code == process.EXIT_DEVICE_LOST:
+        sys.stderr.flush()
+        os._exit(code)  # destructors of a runtime whose device is lost hang or crash
+    sys.exit(code)
 
 
 if __name__ == "__main__":
