@@ -59,3 +59,11 @@ def percentile(buckets: Sequence[Sequence[int]], percent: float) -> int | None:
         if passed * 100 >= total * percent:
             return upper
     return None
+
+
+def merged(parts: Iterable[Iterable[Sequence[int]]]) -> list[list[int]]:
+    """The counts of several ``to_wire`` as those of one histogram."""
+    counts: dict[int, int] = {}
+    for upper, count in (pair for part in parts for pair in part):
+        counts[upper] = counts.get(upper, 0) + count
+    return [[upper, count] for upper, count in sorted(counts.items())]

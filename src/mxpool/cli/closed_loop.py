@@ -22,11 +22,15 @@ BLOCKS = 16  # different inputs, so that no cache sees the same bytes each time
 
 @dataclass(slots=True)
 class Tally:
-    """What a run counted: latencies of answered requests in seconds, failures by error code."""
+    """What a run counted: latencies of answered requests in seconds, failures by error code.
+
+    ``cut_short``: it ended before its time, since FAILURES_MAX requests had failed.
+    """
 
     latencies_s: list[float] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     elapsed_s: float = 0.0
+    cut_short: bool = False
 
     def figures(self, rows: int) -> dict[str, Any]:
         """Rates and percentiles, for requests of ``rows`` rows; latencies in milliseconds, None without any."""
@@ -42,6 +46,7 @@ class Tally:
                 for name, point in zip(("p50", "p90", "p99"), points, strict=True)
             },
             "errors": dict(self.failures),
+            "cut_short": self.cut_short,
         }
 
 
@@ -76,6 +81,7 @@ def closed_loop(
         except MxPoolError as error:
             tally.failures[error.code] += 1
     tally.elapsed_s = clock() - start_s
+    tally.cut_short = tally.failures.total() >= FAILURES_MAX and clock() < end_s
     return tally
 
 

@@ -10,7 +10,7 @@ import typer
 from mxpool.cli import printing
 from mxpool.cli.exits import reported
 from mxpool.cli.flags import Json
-from mxpool.cli.surroundings import around
+from mxpool.cli.surroundings import around, naming_models
 
 
 @reported()
@@ -20,7 +20,7 @@ def drain(
     json: Json = False,
 ) -> None:
     """Let a model, or the broker, finish what it has and take nothing more. Needs a user in admin_users."""
-    with closing(around(ctx).client()) as client:
+    with closing(around(ctx).client()) as client, naming_models(client):
         answer = client.control("drain", model)
     if json:
         printing.show_json(answer)

@@ -9,7 +9,7 @@ import typer
 from mxpool.cli import printing
 from mxpool.cli.exits import reported
 from mxpool.cli.flags import Json, Model
-from mxpool.cli.surroundings import around
+from mxpool.cli.surroundings import around, naming_models
 
 SLOT_COLUMNS = ("slot", "state", "generation", "requests", "rows", "worker", "held_us")
 
@@ -17,7 +17,7 @@ SLOT_COLUMNS = ("slot", "state", "generation", "requests", "rows", "worker", "he
 @reported()
 def slots(ctx: typer.Context, model: Model, json: Json = False) -> None:
     """Show what each slot of a model's shared memory holds."""
-    with closing(around(ctx).client()) as client:
+    with closing(around(ctx).client()) as client, naming_models(client):
         answer = client.control("slots", model)
     if json:
         printing.show_json(answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import typer
 
 from mxpool import endpoint
+from mxpool.errors import UnknownModel
 from mxpool.spec import ModelSpec
 from mxpool.tensors import Signature
 
@@ -114,7 +116,18 @@ def set_endpoint(ctx: typer.Context, argument: str | None) -> None:
 
 def signature(client: Calls, model: str) -> Signature:
     """The tensors of ``model`` as its broker serves them; raises what ``Client.metadata`` does."""
-    return Signature.from_wire(client.metadata(model))
+    with naming_models(client):
+        return Signature.from_wire(client.metadata(model))
+
+
+@contextlib.contextmanager
+def naming_models(client: Calls) -> Iterator[None]:
+    """An UnknownModel from within also says which models there are."""
+    try:
+        yield
+    except UnknownModel as error:
+        names = ", ".join(client.models()) or "none"
+        raise UnknownModel(f"{error.message}; there are: {names}", **error.fields) from None
 
 
 def rows_of(arrays: Mapping[str, npt.NDArray[Any]], *, batched: bool) -> int:

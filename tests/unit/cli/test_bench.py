@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 from fake_client import FakeClient, mxpool
 
 from mxpool.errors import RunFailed
@@ -37,3 +38,24 @@ def test_a_run_without_an_answer_exits_with_1() -> None:
     ran = mxpool(FakeClient(failures=failures), "bench", "ranking", "--seconds", 0.05)
     assert ran.exit_code == 1
     assert "error run_failed" in ran.stdout
+
+
+def test_a_run_that_errors_cut_short_says_so_and_exits_with_1() -> None:
+    failures = dict.fromkeys(range(1, 1000), RunFailed(model="ranking", reason="x"))
+    ran = mxpool(FakeClient(failures=failures), "bench", "ranking", "--seconds", 30, "--json")
+    figures = json.loads(ran.stdout)
+    assert (ran.exit_code, figures["cut_short"], figures["requests"]) == (1, True, 1)
+    assert "100 requests failed" in ran.stderr
+    whole = mxpool(FakeClient(), "bench", "ranking", "--seconds", 0.01, "--json")
+    assert (whole.exit_code, json.loads(whole.stdout)["cut_short"]) == (0, False)
+
+
+@pytest.mark.parametrize("flag", [("--rate", 5), ("--config", "x.toml"), ("--csv", "x.csv"), ("graph=off",)])
+def test_what_belongs_to_a_sweep_is_refused_without_one(flag: tuple[object, ...]) -> None:
+    ran = mxpool(FakeClient(), "bench", "ranking", *flag)
+    assert (ran.exit_code, "goes with --sweep" in ran.stderr) == (2, True)
+
+
+def test_a_sweep_takes_no_endpoint_since_its_brokers_are_its_own() -> None:
+    ran = mxpool(FakeClient(), "bench", "ranking", "--sweep", "workers=1", "--config", "x.toml")
+    assert (ran.exit_code, "no -e" in ran.stderr) == (2, True)

@@ -140,4 +140,7 @@ def test_a_model_with_two_inputs_takes_archives_or_asks_which_input_is_meant(tmp
 
 def test_an_unknown_model_is_refused_with_exit_code_4(tmp_path: Path) -> None:
     ran = mxpool(FakeClient(), "push", "other", rows(tmp_path / "a.npy"))
-    assert (ran.exit_code, ran.stderr) == (4, "unknown_model: no model named 'other' is served here\n")
+    assert (ran.exit_code, ran.stderr) == (
+        4,
+        "unknown_model: no model named 'other' is served here; there are: ranking\n",
+    )

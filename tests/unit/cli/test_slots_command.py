@@ -18,4 +18,4 @@ def test_a_refused_question_exits_with_4_and_closes_the_client() -> None:
     client = FakeClient()
     ran = mxpool(client, "slots", "other")
     assert (ran.exit_code, client.closed) == (4, 1)
-    assert ran.stderr == "unknown_model: no model named 'other' is served here\n"
+    assert ran.stderr == "unknown_model: no model named 'other' is served here; there are: ranking\n"
