@@ -180,7 +180,12 @@ def open_session(runtime: Any, spec: ModelSpec, options: Any, provider_options: 
     provider, package = PROVIDERS[spec.device_kind]
     try:
         providers = [(provider, dict(provider_options))] if provider_options else [provider]
-        session: Any = runtime.InferenceSession(os.fspath(spec.path), options, providers=providers, enable_fallback=0)
+        # onnxruntime 1.12, which MACA builds are made of, takes that keyword and ignores it.
+        old = spec.device_kind == "maca"
+        switches = {} if old else {"enable_fallback": 0}
+        session: Any = runtime.InferenceSession(os.fspath(spec.path), options, providers=providers, **switches)
+        if old:
+            session.disable_fallback()
     except MemoryError:
         raise LoadFailed(model=spec.name, reason="not enough memory for the model") from None
     except Exception as error:  # noqa: BLE001 - the runtime's errors share no base but Exception

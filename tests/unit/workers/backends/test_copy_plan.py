@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +24,7 @@ def test_every_live_byte_travels_and_no_gap_larger_than_allowed(tensors: list[tu
     if gap < 0:
         assert travels == live_bytes
         assert len(copies) == sum(size > 0 for size in sizes)
-    for first, second in zip(copies, copies[1:], strict=False):
+    for first, second in itertools.pairwise(copies):
         assert second.offset - (first.offset + first.size) > gap
     assert all(copy.offset in live_bytes and copy.offset + copy.size - 1 in live_bytes for copy in copies)
 
