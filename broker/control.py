@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from mxpool import __version__, errors
+from mxpool.broker.clients import Client
 from mxpool.broker.served import ServedModel
 from mxpool.broker.worker_process import WorkerProcess
 from mxpool.clock import now_us
@@ -18,7 +19,7 @@ Answer = Callable[["dict[str, Any] | MxPoolError"], None]
 class Order(NamedTuple):
     """A control request: ``answer`` is called once with its payload or error, at once or when it is carried out.
 
-    ``uid`` is the user who asks, None where the transport does not tell.
+    ``uid`` is the user who asks, None where the transport does not tell; ``client`` is who asks.
     """
 
     verb: str
@@ -26,13 +27,21 @@ class Order(NamedTuple):
     arguments: dict[str, Any]
     uid: int | None
     answer: Answer
+    client: Client | None = None
 
 
-class Drainable(Protocol):
-    """What ``drain`` acts on."""
+class Changeable(Protocol):
+    """What an administrator's verbs act on."""
 
     def drain(self, model: str) -> None:
         """Stop taking requests for ``model``, or for all models where it is ""."""
+
+    def refer(self, model: str, client: Client | None) -> str:
+        """Start a private worker for ``model``; see ``reference.Reference.start``."""
+        ...
+
+    def release(self, answer: Answer) -> None:
+        """End the private worker, and answer then."""
 
 
 class Control:
@@ -42,7 +51,7 @@ class Control:
         self,
         models: dict[str, ServedModel],
         workers: dict[str, WorkerProcess],
-        broker: Drainable,
+        broker: Changeable,
         counters: Callable[[], dict[str, Any]],
         admins: tuple[int, ...],
     ) -> None:
@@ -54,7 +63,7 @@ class Control:
         self._verbs: dict[str, Callable[[str], dict[str, Any]]] = {
             "live": lambda _: {"live": True},
             "ready": self._ready,
-            "list": lambda _: {"models": sorted(self._models)},
+            "list": lambda _: {"models": sorted(model.name for model in self._served())},
             "metadata": self._metadata,
             "stats": self._stats,
             "slots": self._slots,
@@ -64,10 +73,10 @@ class Control:
         """Carry out ``order``; unknown arguments are ignored, as extensions are.
 
         Raises:
-            UnknownVerb, UnknownModel, PermissionDenied, ModelUnavailable: nothing was changed.
+            UnknownVerb, UnknownModel, PermissionDenied, Rejected: nothing was changed.
         """
-        if order.verb == "drain":
-            order.answer(self._drain(order.model, order.uid))
+        if order.verb in ("drain", "reference", "release"):
+            self._change(order)
             return
         found = self._verbs.get(order.verb)
         if found is None:
@@ -80,11 +89,16 @@ class Control:
             raise errors.UnknownModel(model=name)
         return model
 
+    def _served(self) -> list[ServedModel]:
+        """What the config names: a private worker's model is for whoever asked for it."""
+        return [model for model in self._models.values() if not model.private]
+
     def _chosen(self, name: str) -> list[ServedModel]:
         return [self._model(name)] if name else list(self._models.values())
 
     def _ready(self, name: str) -> dict[str, Any]:
-        states = {model.name: model.state for model in self._chosen(name)}
+        chosen = [self._model(name)] if name else self._served()
+        states = {model.name: model.state for model in chosen}
         return {"ready": all(state == "ready" for state in states.values()), "models": states}
 
     def _metadata(self, name: str) -> dict[str, Any]:
@@ -111,6 +125,8 @@ class Control:
             {
                 "worker": worker.name,
                 "device": worker.device,
+                "device_kind": worker.spec.device_kind,
+                "device_index": worker.spec.device_index,
                 "pid": worker.pid,
                 "state": worker.state,
                 "restarts": worker.life.restarts,
@@ -159,9 +175,15 @@ class Control:
             )
         return {"slots": rows}
 
-    def _drain(self, name: str, uid: int | None) -> dict[str, Any]:
-        if uid not in self._admins:
-            raise errors.PermissionDenied(uid=uid if uid is not None else "unknown", action="drain (admin_users)")
-        for model in self._chosen(name):
-            self._broker.drain(model.name)
-        return {"draining": True}
+    def _change(self, order: Order) -> None:
+        if order.uid not in self._admins:
+            uid = order.uid if order.uid is not None else "unknown"
+            raise errors.PermissionDenied(uid=uid, action=f"{order.verb} (admin_users)")
+        if order.verb == "reference":
+            order.answer({"model": self._broker.refer(order.model, order.client)})
+        elif order.verb == "release":
+            self._broker.release(order.answer)
+        else:
+            for model in self._chosen(order.model):
+                self._broker.drain(model.name)
+            order.answer({"draining": True})

@@ -99,7 +99,7 @@ class Intake:
             else:
                 self._front.send(client, wire.encode_reply(request.request_id, answer), None)
 
-        self._control(Order(verb, request.model, arguments, _uid(header, client), reply))
+        self._control(Order(verb, request.model, arguments, _uid(header, client), reply, client))
 
 
 def _uid(header: zmq.Frame, client: Client) -> int | None:

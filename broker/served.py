@@ -63,6 +63,11 @@ class ServedModel:
         self._answer_tensors: dict[int, bytes] = {}
 
     @property
+    def private(self) -> bool:
+        """True if it is there for one client alone: see ``reference``. No configured name has an @."""
+        return "@" in self.name
+
+    @property
     def state(self) -> str:
         """``loading``, ``ready``, ``restarting``, ``unavailable`` or ``draining``."""
         if self.core.draining:

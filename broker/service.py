@@ -16,11 +16,12 @@ import zmq
 from mxpool import errors, wire
 from mxpool.broker.client_links import ArenaPolicy, ClientLinks
 from mxpool.broker.clients import Client, ClientBook
-from mxpool.broker.control import Control
+from mxpool.broker.control import Answer, Control
 from mxpool.broker.endpoints import Door, Endpoint, clients_max, connections_max
 from mxpool.broker.front import Front
 from mxpool.broker.intake import Intake
 from mxpool.broker.loop import Loop
+from mxpool.broker.reference import Reference
 from mxpool.broker.served import ServedModel
 from mxpool.broker.supervisor import Supervisor
 from mxpool.broker.worker_process import WorkerProcess
@@ -67,7 +68,9 @@ class Broker:
         self._book = ClientBook(config.outbox_messages, config.outbox_bytes)
         self.front = Front(self._context, self._book, config.max_message_bytes)
         self.supervisor = Supervisor(self.loop)
-        workers = sum(model.worker_count for model in self.config.models.values())
+        devices = self.config.devices
+        self._reference = Reference(self.models, devices, self.supervisor, self.epoch, self.front.send)
+        workers = 1 + sum(model.worker_count for model in self.config.models.values())  # and a private one
         limit = clients_max(config.max_clients, workers)
         self._endpoints = [Endpoint(address) for address in config.endpoints]
         self._door = Door(self.front.socket, self._endpoints, connections_max(limit, workers))
@@ -128,6 +131,7 @@ class Broker:
         now = now_us()
         if now >= self._timer_us:
             self.supervisor.tick(now)
+            self._reference.tick()
             for model in self.models.values():
                 model.tick(now)
             self._beat(now)
@@ -145,7 +149,7 @@ class Broker:
 
     def _due_us(self) -> int:
         """When to wake although nothing happens; what is due then is done in the pass after."""
-        times = [self._beat_at_us, self.supervisor.due_us()]
+        times = [self._beat_at_us, self.supervisor.due_us(), self._reference.due_us()]
         if self._end_at_us is not None and self._end_at_us > now_us():
             times.append(self._end_at_us)
         times.extend(model.core.due_us() for model in self.models.values())
@@ -160,6 +164,7 @@ class Broker:
         self._book.forget(client)
         for ticket in list(client.tickets.values()):
             ticket.model.cancel(ticket, None, "client_gone")
+        self._reference.client_gone(client)
 
     def _drop(self, client: Client) -> None:
         if client.peer is not None:
@@ -177,7 +182,7 @@ class Broker:
         for client in list(self._book.by_identity.values()):
             if client.peer is not None:
                 continue
-            if client.tickets:
+            if client.tickets or self._reference.is_held_by(client):
                 self.front.send(client, wire.encode_reply(0, {}), None)
             elif not client.outbox:
                 self._book.forget(client)
@@ -192,7 +197,7 @@ class Broker:
             "messages_sent": self.front.sent,
             "undeliverable": self.front.undeliverable,
             "refused": self.intake.refused,
-            "state": "draining" if all(model.core.draining for model in self.models.values()) else "serving",
+            "state": "draining" if all(self.models[name].core.draining for name in self.config.models) else "serving",
         }
 
     # The end
@@ -214,6 +219,14 @@ class Broker:
         if not served.core.draining:
             log.info("draining model=%s queued=%d", model, served.core.depth)
             served.core.draining = True
+
+    def refer(self, model: str, client: Client | None) -> str:
+        """Start a private worker beside ``model``, for ``client``; the name to ask it by. See Reference.start."""
+        return self._reference.start(model, client)
+
+    def release(self, answer: Answer) -> None:
+        """End the private worker, and answer then."""
+        self._reference.release(answer)
 
     def _ended(self, now: int) -> bool:
         """Drive the shutdown: drain, then stop the workers; a second signal skips the draining."""

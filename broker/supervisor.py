@@ -35,7 +35,6 @@ class Supervisor:
         self._loop = loop
         self.workers: dict[str, WorkerProcess] = {}
         self.stopping = False
-        self._kill_at_us: int | None = None
         self._allocated: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         loop.add(self._wake_fd, self._on_allocated)
@@ -74,7 +73,7 @@ class Supervisor:
                     self._start(worker, now)
             elif worker.state in BOOTING and now >= self._load_deadline(worker):
                 self.kill(worker.name, f"not ready within load_timeout_ms={worker.served.config.load_timeout_ms}")
-            elif self._kill_at_us is not None and now >= self._kill_at_us:
+            elif worker.kill_at_us is not None and now >= worker.kill_at_us:
                 self.kill(worker.name, "it did not stop in time")
 
     @staticmethod
@@ -90,8 +89,8 @@ class Supervisor:
                     times.append(worker.life.restart_at_us)
             elif worker.state in BOOTING and not worker.failure:
                 times.append(self._load_deadline(worker))
-            if self._kill_at_us is not None and worker.state != "dead" and not worker.failure:
-                times.append(self._kill_at_us)
+            if worker.kill_at_us is not None and worker.state != "dead" and not worker.failure:
+                times.append(worker.kill_at_us)
         return min(times, default=None)
 
     def _start(self, worker: WorkerProcess, now: int) -> None:
@@ -227,6 +226,9 @@ class Supervisor:
 
     def _open(self, served: ServedModel, layout: SlotLayout, segment: Segment) -> None:
         workers = [worker for worker in self.workers.values() if worker.served is served]
+        if not workers:  # a private worker that ended meanwhile
+            segment.close()
+            return
         served.open(layout, segment)
         log.info("slots made model=%s slots=%d bytes=%d", served.name, layout.slots, layout.size_bytes)
         for worker in workers:
@@ -274,17 +276,31 @@ class Supervisor:
         One that still loads is killed at once: it runs nothing, and would not hear of it before its load ends.
         """
         self.stopping = True
-        self._kill_at_us = now + STOP_TIMEOUT_US
         for worker in self.workers.values():
-            if worker.state in BOOTING:
-                worker.state = "stopping"
+            self._stop(worker, now)
+
+    def retire(self, worker: WorkerProcess) -> None:
+        """End one worker for good, as ``stop`` does. Once it is dead, ``forget`` it."""
+        worker.life.restart_at_us = None
+        self._stop(worker, now_us())
+
+    def forget(self, worker: WorkerProcess) -> None:
+        """``worker`` is dead and will not be started again: its name is free."""
+        del self.workers[worker.name]
+
+    @staticmethod
+    def _stop(worker: WorkerProcess, now: int) -> None:
+        if worker.kill_at_us is None:
+            worker.kill_at_us = now + STOP_TIMEOUT_US
+        if worker.state in BOOTING:
+            worker.state = "stopping"
+            worker.kill()
+        elif worker.state in ("ready", "stopping"):
+            worker.state = "stopping"
+            try:
+                worker.link.send(messages.encode(messages.STOP))
+            except LinkClosed:
                 worker.kill()
-            elif worker.state != "dead":
-                worker.state = "stopping"
-                try:
-                    worker.link.send(messages.encode(messages.STOP))
-                except LinkClosed:
-                    worker.kill()
 
     def kill_all(self) -> None:
         """End and reap every process that is left: the broker itself is failing, or all are stopped already.

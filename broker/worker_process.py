@@ -40,6 +40,7 @@ class WorkerProcess:
         self.failure = ""
         self.cannot_boot = False
         self.started_us = 0
+        self.kill_at_us: int | None = None
         self.batches = 0
         self.report: dict[str, Any] = {}
         self.stderr: deque[str] = deque(maxlen=STDERR_LINES)
@@ -60,7 +61,7 @@ class WorkerProcess:
         self.stderr_fd = self.process.stderr.fileno()
         os.set_blocking(self.stderr_fd, False)
         self.state, self.started_us = "starting", now_us
-        self.failure, self.cannot_boot = "", False
+        self.failure, self.cannot_boot, self.kill_at_us = "", False, None
         self.stderr.clear()
         self.report = {}
 

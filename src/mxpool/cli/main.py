@@ -8,6 +8,7 @@ import typer
 
 from mxpool.cli import bench, check, drain, infer, models, push, slots, status
 from mxpool.cli.surroundings import set_endpoint
+from mxpool.cli.verify import command as verify
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -32,6 +33,7 @@ app.command("models")(models.models)
 app.command("infer")(infer.infer)
 app.command("push")(push.push)
 app.command("bench")(bench.bench)
+app.command("verify")(verify.verify)
 app.command("slots")(slots.slots)
 app.command("drain")(drain.drain)
 
@@ -39,3 +41,7 @@ app.command("drain")(drain.drain)
 def main() -> None:
     """Entry point of ``mxpool``."""
     app()
+
+
+if __name__ == "__main__":
+    main()

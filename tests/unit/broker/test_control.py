@@ -6,10 +6,11 @@ from typing import Any
 
 import msgpack
 import pytest
-from recorded_front import RecordedFront
+from recorded_front import RecordedFront, client
 from served_models import SIGNATURE, Jobs, open_slots, served
 
-from mxpool.broker.control import Control, Order
+from mxpool.broker.clients import Client
+from mxpool.broker.control import Answer, Control, Order
 from mxpool.broker.served import ServedModel
 from mxpool.broker.tickets import Ticket
 from mxpool.broker.worker_process import WorkerProcess
@@ -22,9 +23,19 @@ STRANGER = 54_321
 class Broker:
     def __init__(self) -> None:
         self.drained: list[str] = []
+        self.referred: list[tuple[str, Client | None]] = []
+        self.released = 0
 
     def drain(self, model: str) -> None:
         self.drained.append(model)
+
+    def refer(self, model: str, client: Client | None) -> str:
+        self.referred.append((model, client))
+        return f"{model}@plain"
+
+    def release(self, answer: Answer) -> None:
+        self.released += 1
+        answer({"released": True})
 
 
 class Rig:
@@ -135,3 +146,39 @@ def test_an_administrator_drains_one_model_or_all(rig: Rig, uid: int) -> None:
     assert rig.broker.drained == ["vision"]
     rig.ask("drain", uid=uid)
     assert sorted(rig.broker.drained[1:]) == ["ranking", "vision"]
+
+
+@pytest.mark.parametrize("uid", [None, STRANGER, -1])
+@pytest.mark.parametrize("verb", ["reference", "release"])
+def test_who_is_no_administrator_has_no_private_worker(rig: Rig, verb: str, uid: int | None) -> None:
+    with pytest.raises(PermissionDenied, match=f"may not {verb}"):
+        rig.ask(verb, "ranking", uid=uid)
+    assert (rig.broker.referred, rig.broker.released) == ([], 0)
+
+
+def test_a_private_worker_is_asked_for_with_the_client_that_holds_it_and_released(rig: Rig) -> None:
+    answers: list[Any] = []
+    holder = client()
+    rig.control.take(Order("reference", "ranking", {}, 0, answers.append, holder))
+    assert answers == [{"model": "ranking@plain"}]
+    assert rig.broker.referred == [("ranking", holder)]
+    assert rig.ask("release", uid=0) == {"released": True}
+    assert rig.broker.released == 1
+
+
+def test_a_private_model_is_in_stats_and_in_no_list() -> None:
+    front, jobs = RecordedFront(), Jobs()
+    model = served(front=front, jobs=jobs)
+    private = ServedModel("ranking@plain", model.config, 1, front.send, jobs)
+    models = {"ranking": model, private.name: private}
+    control = Control(models, {}, Broker(), dict, ())
+    found: list[Any] = []
+    for verb in ("list", "ready", "stats"):
+        control.take(Order(verb, "", {}, None, found.append))
+    assert (found[0]["models"], set(found[1]["models"]), set(found[2]["models"])) == (
+        ["ranking"],
+        {"ranking"},
+        {"ranking", "ranking@plain"},
+    )
+    control.take(Order("ready", "ranking@plain", {}, None, found.append))
+    assert found[3]["models"] == {"ranking@plain": "loading"}

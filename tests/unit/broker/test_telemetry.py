@@ -36,7 +36,7 @@ def test_stats_can_be_packed_and_hold_every_outcome_from_the_start() -> None:
     full = msgpack.unpackb(msgpack.packb(counters.to_wire()))
     assert full["last_batch"]["oldest_queue_us"] == 900
     assert full["run_us"] == {"p50": 120, "p99": 120, "buckets": [[121, 1]]}
-    assert full["oldest_queue_us"] == {"p50": 900, "p99": 900}
+    assert full["oldest_queue_us"] == {"p50": 900, "p99": 900, "buckets": [[911, 1]]}
     assert set(full["close"]) == {"full", "delay", "idle", "drain", "retry"}
 
 

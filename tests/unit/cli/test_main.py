@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from mxpool.cli.main import app
 from mxpool.cli.surroundings import Surroundings
 
-COMMANDS = ("check", "status", "models", "infer", "push", "bench", "slots", "drain")
+COMMANDS = ("check", "status", "models", "infer", "push", "bench", "verify", "slots", "drain")
 PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 
 
