@@ -34,12 +34,7 @@ class RunningBroker:
         (folder / "config.toml").write_text(f'[broker]\nendpoint = "{self.endpoint}"\n{keys}\n{self._models}')
         begin = time.monotonic()
         with (folder / "log").open("w") as log:
-            command = [
-                str(Path(sys.executable).with_name("mx-broker")),
-                str(folder / "config.toml"),
-                "--log-level",
-                "warning",
-            ]
+            command = [sys.executable, "-m", "mxpool.cli.broker", str(folder / "config.toml"), "--log-level", "warning"]
             self.process = subprocess.Popen(command, stderr=log)
         while not self._ready():
             if time.monotonic() - begin > START_TIMEOUT_S or self.process.poll() is not None:

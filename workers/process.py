@@ -49,8 +49,8 @@ def run_worker(link: Link, environment: MutableMapping[str, str]) -> int:
         return _run_worker(link, environment)
     except (LinkClosed, _Stopped):
         return EXIT_STOPPED
-    except DeviceLost:
-        log.exception("device is lost")
+    except DeviceLost as error:
+        log.error("device is lost: %s", error)
         return EXIT_DEVICE_LOST
     except Exception:
         log.exception("worker is sick")

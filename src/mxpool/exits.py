@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 
-
 MEANINGS = {71: "the device is lost"}  # of a worker's own exit codes, where the number tells nothing
 
 

@@ -119,7 +119,7 @@ def test_a_model_of_another_shape_under_the_same_name_is_noticed_after_the_resta
 
 def test_a_second_broker_on_a_live_path_is_refused_and_takes_nothing_away() -> None:
     with Pool({"echo": echo()}) as pool, pool.client() as client:
-        command = [MX_BROKER, str(pool.config_path)]
+        command = [*MX_BROKER, str(pool.config_path)]
         second = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
         assert second.returncode == 1
         assert "another broker serves there" in second.stderr

@@ -22,7 +22,7 @@ from mxpool.broker.endpoints import Endpoint
 from mxpool.endpoint import UNIX_PATH_BYTES_MAX
 from mxpool.errors import EndpointInUse
 
-MXPOOL = str(Path(MX_BROKER).with_name("mxpool"))
+MXPOOL = str(Path(MX_BROKER[0]).with_name("mxpool"))
 SECRET = b"not a socket\n"
 
 
@@ -36,7 +36,7 @@ def refused(tmp_path: Path, endpoint: str, *, code: int, model: str = "echo") ->
     """What a broker says that must not start at ``endpoint``."""
     config = tmp_path / "config.toml"
     config.write_text(to_toml({"broker": {"endpoint": endpoint}, "models": {model: echo()}}))
-    ran = subprocess.run([MX_BROKER, str(config)], capture_output=True, text=True, timeout=20, check=False)
+    ran = subprocess.run([*MX_BROKER, str(config)], capture_output=True, text=True, timeout=20, check=False)
     assert ran.returncode == code, ran.stderr
     assert "Traceback" not in ran.stderr
     return ran.stderr

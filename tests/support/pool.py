@@ -34,7 +34,8 @@ SOAK = os.environ.get("MXPOOL_SOAK") == "1"  # scripts/soak: counts and times as
 START_MAX_S = 30.0
 END_MAX_S = 20.0
 STEP_S = 0.005
-MX_BROKER = str(Path(sys.executable).with_name("mx-broker"))
+SCRIPT = Path(sys.executable).with_name("mx-broker")
+MX_BROKER = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-m", "mxpool.cli.broker"]  # not installed
 
 
 def soak(whole: int, reduced: int | None = None) -> int:
@@ -165,7 +166,7 @@ class Pool:
         """Start the broker; again, if it has ended. Waits for nothing."""
         self._starts += 1
         self.config_path.write_text(to_toml(self.tree))
-        command = [*self._prefix, MX_BROKER, str(self.config_path), "--log-level", self._log_level]
+        command = [*self._prefix, *MX_BROKER, str(self.config_path), "--log-level", self._log_level]
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environ, cwd=self.folder

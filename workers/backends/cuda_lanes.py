@@ -83,6 +83,10 @@ class Lane:
         binding = self._bindings[size] = self.slot.binding(session, size)
         return binding
 
+    def settle(self, run_options: Any) -> None:
+        """Run once to the end: what the runtime put off to the next run's end is not left to a session's."""
+        self._session.run_with_iobinding(next(iter(self._bindings.values())), run_options)
+
     def unbind(self) -> None:
         """Let go of the session and of every binding; the stream is idle."""
         self._bindings.clear()

@@ -268,11 +268,12 @@ class OrtCudaBackend:
     def _prepare_plain(self, layout: SlotLayout) -> tuple[int, ...]:
         """Bind every lane at every size without a graph, and run each size once beside the slots."""
         sizes = self._plain_sizes()
-        options = self._run_options(NO_GRAPH_ID, queue_only=True)
         capture = GraphCapture(self._device, self._session, layout, self._plain_options)
         for lane in self._lanes:
             for size in sizes:
-                binding = lane.bind(self._session, size, options)
+                # Not queued only: the runtime would free host buffers in a callback of the stream, where CUDA may not
+                # be called, and end the process; and launching takes as long as the device does.
+                binding = lane.bind(self._session, size, self._plain_options)
                 try:
                     capture.warm_up(lane.slot, binding, size)
                 except CudaError:
@@ -355,6 +356,8 @@ class OrtCudaBackend:
 
     def unload(self) -> None:
         """Take everything down: stream idle, graphs, bindings, session, buffers, registration."""
+        if self._lanes:
+            self._lanes[0].settle(self._plain_options)
         self._device.synchronize()
         self._let_go_of_session()
         for lane in self._lanes:

@@ -72,3 +72,7 @@ def serve(
 def main() -> None:
     """Entry point of ``mx-broker``."""
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -54,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     link = Link(arguments.link)
     watch.end_with(link, process.EXIT_STOPPED)
     code = process.run_worker(link, os.environ)
-    if code == process.EXIT_DEVICE_LOST:
+    if code != process.EXIT_STOPPED:
         sys.stderr.flush()
-        os._exit(code)  # destructors of a runtime whose device is lost hang or crash
+        os._exit(code)  # what was not unloaded is not taken down: destructors of a sick runtime hang or crash
     sys.exit(code)
 
 

@@ -1,0 +1,242 @@
+"""Device graphs: the pool against bare replays in one run, beside what it must reach (docs/design.md, numbers).
+
+    graphs [--model FILE] [--repeats N] [--seconds S] [--json FILE]
+
+Needs a CUDA device. The model is ``ranking`` of scripts/make_models unless FILE names another one with float inputs.
+Every repeat measures the bare loops and then the pool; a ratio is of one repeat, and the median of them counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+
+import psutil
+from broker import RunningBroker
+from rich.console import Console
+from rich.table import Table
+
+import mxpool
+from mxpool.histogram import between, percentile
+
+ROOT = Path(__file__).resolve().parent.parent
+BARE = str(Path(__file__).with_name("bare_graphs.py"))
+ROWS = 128
+SETTLE_S = 1.0  # from the start of a load to the first look, and of a load's own start
+Samples = dict[str, list[float]]
+
+
+class BareLoop:
+    """The reference process; a context manager."""
+
+    def __init__(self, model: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, BARE, model, str(ROWS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> BareLoop:
+        self._answer()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+    def _answer(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        found: dict[str, float] = json.loads(self._process.stdout.readline())
+        return found
+
+    def measure(self, kind: str, seconds: float) -> dict[str, float]:
+        """See ``bare_graphs``."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{kind} {seconds}\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+
+def config(model: str, graph: str) -> str:
+    """The tables of a broker with one worker on one device."""
+    return (
+        '[devices.gpu0]\nkind = "cuda"\n'
+        f'[models.ranking]\npath = "{model}"\nmax_batch_size = {ROWS}\ngraph = "{graph}"\nmax_queue_size = 1024\n'
+        "workers = { gpu0 = 1 }\n"
+    )
+
+
+@contextlib.contextmanager
+def load(broker: RunningBroker, rows: int, in_flight: int, seconds: float, clients: int) -> Iterator[None]:
+    """Clients, each a process of its own, that keep ``in_flight`` requests of ``rows`` rows under way."""
+    command = [sys.executable, "-m", "mxpool.cli.main", "-e", broker.endpoint, "bench", "ranking", "--json"]
+    flags = ["--rows", str(rows), "--in-flight", str(in_flight), "--seconds", str(seconds)]
+    running = [
+        subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(clients)
+    ]
+    try:
+        yield
+    finally:
+        for client in running:
+            _, told = client.communicate(timeout=seconds + 30)
+            if client.returncode:
+                print(f"a client failed: {told.decode()}", file=sys.stderr)
+
+
+def cpu_s(pids: dict[str, int]) -> dict[str, float]:
+    """CPU seconds so far."""
+    return {name: sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in pids.items()}
+
+
+def window(broker: RunningBroker, seconds: float) -> dict[str, float]:
+    """What the broker counted, and its processes used, within ``seconds`` from now."""
+    with mxpool.Client(broker.endpoint) as client:
+        before = client.status()
+        worker = before["models"]["ranking"]["workers"][0]["pid"]
+        pids = {"broker": int(before["broker"]["pid"]), "worker": int(worker)}
+        cpu, begin = cpu_s(pids), time.perf_counter()
+        time.sleep(seconds)
+        after, took, used = client.status(), time.perf_counter() - begin, cpu_s(pids)
+    one, two = before["models"]["ranking"], after["models"]["ranking"]
+    spans = {key: between(one[key]["buckets"], two[key]["buckets"]) for key in ("run_us", "oldest_queue_us")}
+    batches = two["batches"] - one["batches"]
+    return {
+        "samples_s": (two["batch_rows"] - one["batch_rows"]) / took,
+        "rows_a_batch": (two["batch_rows"] - one["batch_rows"]) / max(batches, 1),
+        "run_us_p50": float(percentile(spans["run_us"], 50) or 0),
+        "run_us_p99": float(percentile(spans["run_us"], 99) or 0),
+        "queue_us_p99": float(percentile(spans["oldest_queue_us"], 99) or 0),
+        "worker_cores": (used["worker"] - cpu["worker"]) / took,
+        "broker_cores": (used["broker"] - cpu["broker"]) / took,
+        "hits": float(two["graph"]["hit"] - one["graph"]["hit"]),
+        "batches": float(batches),
+    }
+
+
+class Bench:
+    """Figures by name, one sample a repeat."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.samples: Samples = {}
+
+    def note(self, label: str, figures: dict[str, float]) -> None:
+        """One more sample of each figure."""
+        for name, value in figures.items():
+            self.samples.setdefault(f"{label} {name}", []).append(value)
+
+    def pool(self, label: str, broker: RunningBroker, rows: int, in_flight: int, clients: int = 1) -> None:
+        """A load, and a window in the middle of it."""
+        with load(broker, rows, in_flight, self.seconds + 3 * SETTLE_S, clients):
+            started(broker)
+            time.sleep(SETTLE_S)
+            self.note(label, window(broker, self.seconds))
+
+    def repeat(self, bare: BareLoop, brokers: dict[str, RunningBroker]) -> None:
+        """Everything once."""
+        for kind in ("alone", "plain", "pair"):
+            self.note(f"bare {kind}", bare.measure(kind, self.seconds))
+        self.pool("pool alone, graph on", brokers["on"], ROWS, 1)
+        self.pool("pool alone, graph off", brokers["off"], ROWS, 1)
+        self.pool("pool, 64 rows over ipc", brokers["ipc"], 64, 12, clients=2)
+        self.pool("pool, 16 rows by arenas", brokers["on"], 16, 48, clients=2)
+        self.pool("pool, graph off, 16 rows", brokers["off"], 16, 48, clients=2)
+
+
+def started(broker: RunningBroker) -> None:
+    """Wait until batches run."""
+    with mxpool.Client(broker.endpoint) as client:
+        before = client.status()["models"]["ranking"]["batches"]
+        end = time.monotonic() + 20
+        while client.status()["models"]["ranking"]["batches"] == before and time.monotonic() < end:
+            time.sleep(0.02)
+
+
+def ratio(samples: Samples, above: str, below: str) -> float:
+    """Median of the ratios of each repeat."""
+    return float(median(one / two for one, two in zip(samples[above], samples[below], strict=True)))
+
+
+def targets(samples: Samples) -> list[tuple[str, float, str, float | None]]:
+    """What was promised: the words, the figure, the comparison, the bound (None: only told)."""
+
+    def mid(name: str) -> float:
+        return median(samples[name])
+
+    on, off, bare = "pool alone, graph on run_us_p50", "pool alone, graph off run_us_p50", "bare alone p50_us"
+    ipc, arenas, pair = "pool, 64 rows over ipc", "pool, 16 rows by arenas", "bare pair samples_s"
+    return [
+        ("one batch alone, run_us p50 of bare replay + copies", ratio(samples, on, bare), "<=", 1.15),
+        ("… graph on, us", mid(on), "", None),
+        ("… graph off, us", mid(off), "", None),
+        ("… off / on", ratio(samples, off, on), "", None),
+        ("64 rows over ipc, of the bare loop", ratio(samples, f"{ipc} samples_s", pair), ">=", 0.9),
+        ("… worker, cores", mid(f"{ipc} worker_cores"), "<=", 0.4),
+        ("… broker, cores", mid(f"{ipc} broker_cores"), "", None),
+        ("16 rows by arenas, of the bare loop", ratio(samples, f"{arenas} samples_s", pair), ">=", 0.9),
+        ("… worker, cores", mid(f"{arenas} worker_cores"), "<=", 0.4),
+        ("… broker, cores", mid(f"{arenas} broker_cores"), "", None),
+        ("… graph off, samples/s", mid("pool, graph off, 16 rows samples_s"), "", None),
+    ]
+
+
+def show(samples: Samples, console: Console) -> None:
+    """Every figure, then the targets."""
+    figures = Table("figure", "median", "min", "max", title="figures")
+    for name, values in samples.items():
+        figures.add_row(name, *(f"{value:,.3f}" for value in (median(values), min(values), max(values))))
+    console.print(figures)
+    promised = Table("target", "measured", "must be", "", title="targets")
+    for words, value, comparison, bound in targets(samples):
+        held = bound is not None and (value >= bound if comparison == ">=" else value <= bound)
+        word = "" if bound is None else "held" if held else "MISSED"
+        promised.add_row(words, f"{value:,.3f}", "" if bound is None else f"{comparison} {bound:,}", word)
+    console.print(promised)
+
+
+def main() -> None:
+    """Run, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", metavar="FILE")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each window")
+    parser.add_argument("--json", metavar="FILE", help="write the samples there too")
+    asked = parser.parse_args()
+    bench = Bench(asked.seconds)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mxbench-"))
+        model = asked.model or made(folder)
+        brokers = {
+            "on": stack.enter_context(RunningBroker(config(model, "require"))),
+            "off": stack.enter_context(RunningBroker(config(model, "off"))),
+            "ipc": stack.enter_context(RunningBroker(config(model, "require"), arenas="false")),
+        }
+        bare = stack.enter_context(BareLoop(model))
+        for number in range(asked.repeats):
+            begin = time.monotonic()
+            bench.repeat(bare, brokers)
+            print(f"repeat {number + 1}/{asked.repeats} {time.monotonic() - begin:.0f} s", file=sys.stderr)
+    console = Console(width=120)
+    console.print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores")
+    show(bench.samples, console)
+    if asked.json:
+        Path(asked.json).write_text(json.dumps(bench.samples))
+
+
+def made(folder: str) -> str:
+    """The ranking model."""
+    subprocess.run([str(ROOT / "scripts/make_models"), folder, "ranking"], check=True, stdout=subprocess.DEVNULL)
+    return f"{folder}/ranking.onnx"
+
+
+if __name__ == "__main__":
+    main()
