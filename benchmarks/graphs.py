@@ -15,8 +15,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -27,12 +28,14 @@ from rich.console import Console
 from rich.table import Table
 
 import mxpool
+from mxpool.cli.sweep.clients import Clients, Load
 from mxpool.histogram import between, percentile
 
 ROOT = Path(__file__).resolve().parent.parent
 BARE = str(Path(__file__).with_name("bare_graphs.py"))
 ROWS = 128
-SETTLE_S = 1.0  # from the start of a load to the first look, and of a load's own start
+LOADED = 0.8  # of saturation
+SETTLE_S = 0.7  # from the start of a load to the first look
 Samples = dict[str, list[float]]
 
 
@@ -76,20 +79,19 @@ def config(model: str, graph: str) -> str:
 
 
 @contextlib.contextmanager
-def load(broker: RunningBroker, rows: int, in_flight: int, seconds: float, clients: int) -> Iterator[None]:
-    """Clients, each a process of its own, that keep ``in_flight`` requests of ``rows`` rows under way."""
-    command = [sys.executable, "-m", "mxpool.cli.main", "-e", broker.endpoint, "bench", "ranking", "--json"]
-    flags = ["--rows", str(rows), "--in-flight", str(in_flight), "--seconds", str(seconds)]
-    running = [
-        subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(clients)
-    ]
-    try:
+def load(broker: RunningBroker, rows: int, clients: int, run: Callable[[Clients], Load]) -> Iterator[None]:
+    """Client processes that send requests of ``rows`` rows as ``run`` says, while the context lasts."""
+    setup = {"endpoint": broker.endpoint, "model": "ranking", "rows": rows, "npz": None, "timeout_s": 30}
+    with tempfile.TemporaryFile() as log, Clients(clients, os.environ) as started:
+        started.start(setup, log)
+        found: list[Load] = []
+        thread = threading.Thread(target=lambda: found.append(run(started)))
+        thread.start()
         yield
-    finally:
-        for client in running:
-            _, told = client.communicate(timeout=seconds + 30)
-            if client.returncode:
-                print(f"a client failed: {told.decode()}", file=sys.stderr)
+        thread.join()
+    for told in found:
+        if told.errors or told.late * 20 > told.sent:
+            print(f"errors {dict(told.errors)}, {told.late} of {told.sent} sent late", file=sys.stderr)
 
 
 def cpu_s(pids: dict[str, int]) -> dict[str, float]:
@@ -135,9 +137,19 @@ class Bench:
             self.samples.setdefault(f"{label} {name}", []).append(value)
 
     def pool(self, label: str, broker: RunningBroker, rows: int, in_flight: int, clients: int = 1) -> None:
-        """A load, and a window in the middle of it."""
-        with load(broker, rows, in_flight, self.seconds + 3 * SETTLE_S, clients):
-            started(broker)
+        """A closed loop, and a window in the middle of it."""
+        seconds = self.seconds + 2 * SETTLE_S
+        self._watched(label, broker, rows, clients, lambda started: started.closed(in_flight, seconds, 30))
+
+    def poisson(self, label: str, broker: RunningBroker, rows: int, samples_s: float, clients: int) -> None:
+        """Requests at random times, ``samples_s`` rows a second on average."""
+        rate, seconds = samples_s / rows, self.seconds + 2 * SETTLE_S
+        self._watched(label, broker, rows, clients, lambda started: started.open(rate, seconds, 30))
+
+    def _watched(
+        self, label: str, broker: RunningBroker, rows: int, clients: int, run: Callable[[Clients], Load]
+    ) -> None:
+        with load(broker, rows, clients, run):
             time.sleep(SETTLE_S)
             self.note(label, window(broker, self.seconds))
 
@@ -150,15 +162,9 @@ class Bench:
         self.pool("pool, 64 rows over ipc", brokers["ipc"], 64, 12, clients=2)
         self.pool("pool, 16 rows by arenas", brokers["on"], 16, 48, clients=2)
         self.pool("pool, graph off, 16 rows", brokers["off"], 16, 48, clients=2)
-
-
-def started(broker: RunningBroker) -> None:
-    """Wait until batches run."""
-    with mxpool.Client(broker.endpoint) as client:
-        before = client.status()["models"]["ranking"]["batches"]
-        end = time.monotonic() + 20
-        while client.status()["models"]["ranking"]["batches"] == before and time.monotonic() < end:
-            time.sleep(0.02)
+        for rows, clients in ((64, 2), (16, 6)):
+            saturated = self.samples["pool, 16 rows by arenas samples_s"][-1]
+            self.poisson(f"Poisson, {rows} rows", brokers["on"], rows, LOADED * saturated, clients)
 
 
 def ratio(samples: Samples, above: str, below: str) -> float:
@@ -174,6 +180,7 @@ def targets(samples: Samples) -> list[tuple[str, float, str, float | None]]:
 
     on, off, bare = "pool alone, graph on run_us_p50", "pool alone, graph off run_us_p50", "bare alone p50_us"
     ipc, arenas, pair = "pool, 64 rows over ipc", "pool, 16 rows by arenas", "bare pair samples_s"
+    full = f"{arenas} samples_s"
     return [
         ("one batch alone, run_us p50 of bare replay + copies", ratio(samples, on, bare), "<=", 1.15),
         ("… graph on, us", mid(on), "", None),
@@ -186,6 +193,24 @@ def targets(samples: Samples) -> list[tuple[str, float, str, float | None]]:
         ("… worker, cores", mid(f"{arenas} worker_cores"), "<=", 0.4),
         ("… broker, cores", mid(f"{arenas} broker_cores"), "", None),
         ("… graph off, samples/s", mid("pool, graph off, 16 rows samples_s"), "", None),
+        *(
+            line
+            for rows in (16, 64)
+            for line in (
+                (
+                    f"Poisson, {rows} rows, of saturation",
+                    ratio(samples, f"Poisson, {rows} rows samples_s", full),
+                    "",
+                    None,
+                ),
+                (
+                    f"… oldest_queue_us p99 of run_us p50, {rows} rows",
+                    ratio(samples, f"Poisson, {rows} rows queue_us_p99", f"Poisson, {rows} rows run_us_p50"),
+                    "<=",
+                    3.0,
+                ),
+            )
+        ),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from mxpool.spec import ModelSpec
 
 STATUS_BYTES = 4096
 STDERR_LINES = 20
+_ORDINARY = re.compile(r"\blevel=(info|debug)\b")  # in lines of cli.logs
 STDERR_READS = 16  # of a dead worker's: a grandchild that holds the pipe and writes for ever must not hold us
 
 
@@ -153,6 +155,7 @@ def _pidfd(process: subprocess.Popen[bytes]) -> int:
 
 
 def describe_exit(code: int, stderr: deque[str]) -> str:
-    """An exit code in words, with the last line that the process wrote."""
+    """An exit code in words, with the last line that the process wrote, unless it tells of an ordinary step."""
     how = f"killed by {exit_words(code)}" if code < 0 else exit_words(code)
-    return f"{how}: {stderr[-1]}" if stderr else how
+    told = next((line for line in reversed(stderr) if not _ORDINARY.search(line)), "")
+    return f"{how}: {told}" if told else how

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from mxpool.workers.backends.ort_cuda import OrtCudaBackend
 MAKE_MODELS = Path(__file__).parents[2] / "scripts" / "make_models.py"
 DEVICES = {"gpu0": {"kind": "cuda"}}
 SIZE = 128
+BATCHES = int(os.environ.get("MXPOOL_HARDWARE_BATCHES", "10000"))
 Arrays = dict[str, npt.NDArray[Any]]
 
 
@@ -76,7 +78,7 @@ def test_ten_thousand_batches_of_any_size_are_replayed_bit_for_bit_as_plain_runs
     assert graphs.report["graph"] == "on", graphs.report
     assert graphs.sizes == plain.sizes == (1, 8, 32, 128)
     seen = set()
-    for turn in range(0, 10_000, 2):
+    for turn in range(0, BATCHES, 2):
         batches = [((turn + n) % 4, int(graphs.rng.choice(graphs.sizes))) for n in range(2)]
         for slot, size in batches:
             graphs.fill(slot)
@@ -88,7 +90,7 @@ def test_ten_thousand_batches_of_any_size_are_replayed_bit_for_bit_as_plain_runs
             plain.run(slot, size)
             assert graphs.outputs(slot, size) == plain.outputs(slot, size), (turn, slot, size)
             seen.add(tuple(graphs.outputs(slot, size)))
-    assert len(seen) > 9_900, "answers follow their inputs"
+    assert len(seen) > 0.99 * BATCHES, "answers follow their inputs"
     graphs.backend.unload()
     plain.backend.unload()
 
@@ -99,12 +101,12 @@ def test_random_requests_of_eight_clients_equal_plain_runs_while_the_worker_is_k
     path = str(models / "ranking.onnx")
     with Pool({MODEL: table(path, SIZE, graph="require")}, devices=DEVICES) as pool:
         storm = Storm(pool, rows, rows_max=SIZE)
-        storm.run(10_000, kills=5, timeout_s=400)
+        storm.run(BATCHES, kills=4, timeout_s=400)
         assert storm.wrong == []
         stats = pool.model(MODEL)
         print(f"\nstorm: {stats['batches']} batches, {dict(storm.counts)}, {stats['graph']}")
         assert stats["graph"]["hit"] == stats["batches"]
-        assert stats["workers"][0]["restarts"] >= 5
+        assert stats["workers"][0]["restarts"] >= 4
 
 
 def test_ranking_wide_raises_in_capture_and_is_served_plain_with_node_and_size(models: Path) -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pool import Pool, wait_until
 
 from mxpool import Client
-from mxpool.errors import WorkerDied
+from mxpool.errors import MxPoolError, WorkerDied
 from mxpool.tensors import Signature
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -71,7 +71,10 @@ class Storm:
         self._threads = [threading.Thread(target=self._client, args=(number,)) for number in range(clients)]
 
     def run(self, batches: int, kills: int = 0, timeout_s: float = 300.0) -> None:
-        """Until the model has run ``batches`` batches, its worker killed ``kills`` times while it had some."""
+        """Until the model has run ``batches`` batches, its worker killed ``kills`` times while it had some.
+
+        Five deaths within a minute make a model unavailable: ``kills`` stays below.
+        """
         chance = random.Random(batches)
         for thread in self._threads:
             thread.start()
@@ -108,6 +111,8 @@ class Storm:
                         self._compare(picked, future.result(60))
                     except WorkerDied:
                         self.counts["died"] += 1  # twice killed with this request on board: the client may ask again
+                    except MxPoolError as error:
+                        self.wrong.append(str(error))
 
     def _compare(self, picked: npt.NDArray[Any], answer: Arrays) -> None:
         self.counts["answered"] += 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+from mxpool.errors import ModelInvalid
 from mxpool.shm.layout import SlotLayout
 from mxpool.workers.backends import replay_check
 from mxpool.workers.backends.cuda_device import CudaDevice
@@ -31,7 +32,7 @@ class GraphFailure(NamedTuple):
     @classmethod
     def of(cls, size: int, error: BaseException) -> GraphFailure:
         """What ``error`` says, with the node that it names."""
-        reason = one_line(error)
+        reason = str(error.fields["reason"]) if isinstance(error, ModelInvalid) else one_line(error)
         found = _NODE.search(str(error))
         return cls(size, found.group(1) if found else "", reason)
 

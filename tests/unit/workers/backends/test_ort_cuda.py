@@ -241,7 +241,9 @@ def test_a_model_with_control_flow_is_served_plain_or_refused(enter: Callable[..
     with pytest.raises(NotServable, match="control flow"):
         Bound(path, graph="require")
     bound = Bound(path)
-    assert bound.report["graph_failure"]["size"] == 0
+    failure = bound.report["graph_failure"]
+    assert (failure["size"], failure["node"]) == (0, "Choose")
+    assert failure["reason"].startswith("This session cannot use the graph capture feature")
     bound.fill(0, rows_of(4))
     assert bound.run(0, 4) == GRAPH_MISS
 
