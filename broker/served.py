@@ -157,6 +157,11 @@ class ServedModel:
                 return
             self._hand_out(assigned, memory)
 
+    def hand_out_ready(self) -> None:
+        """Hand closed batches to workers that can take them; none is closed for it."""
+        if self._memory is not None and self.core.depth:
+            self._hand_out(self.core.assign(now_us()), self._memory)
+
     def _hand_out(self, batches: list[Batch], memory: SlotMemory) -> None:
         for batch in batches:
             if batch.size > batch.rows:

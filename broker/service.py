@@ -31,7 +31,8 @@ from mxpool.errors import MxPoolError
 
 log = logging.getLogger(__name__)
 
-RECEIVE_BUDGET = 128  # messages a pass, about a millisecond in which no worker is served; more fill batches better
+RECEIVE_PARTS, RECEIVE_PART = 8, 16  # messages in a pass: about a millisecond of small ones; more fill batches better
+LOOK_US = 500  # large messages take longer: workers are looked at this often, two batches of a device's graph
 BUSY_TIMER_US = 1_000  # under load, when nothing waits, timers are looked at this often
 OUTBOX_RETRY_US = 5_000  # ROUTER does not tell when a slow client has room again
 ABANDON_US = 10_000_000  # a worker that is still there 5 s after its SIGKILL hangs in the kernel
@@ -127,7 +128,7 @@ class Broker:
             self.loop.wait((self._due_us() - now_us()) / 1e6)
         if readable or self._front_stirred:
             self._front_stirred = False
-            self._more = front.receive(self.intake.take, RECEIVE_BUDGET)
+            self._more = self._receive()
         now = now_us()
         if now >= self._timer_us:
             self.supervisor.tick(now)
@@ -142,6 +143,19 @@ class Broker:
             self._drop(front.lost.pop())  # before the next step, since it can free slots
         for model in self.models.values():
             model.schedule(now)
+
+    def _receive(self) -> bool:
+        """Take messages; True if more are there. A device whose batches are short must not stand still meanwhile."""
+        look_us = now_us() + LOOK_US
+        for _ in range(RECEIVE_PARTS):
+            if not self.front.receive(self.intake.take, RECEIVE_PART):
+                return False
+            if now_us() >= look_us:
+                self.loop.wait(0)
+                for model in self.models.values():
+                    model.hand_out_ready()
+                look_us = now_us() + LOOK_US
+        return True
 
     def _on_front(self) -> None:
         self._front_stirred = True

@@ -33,6 +33,14 @@ class CudaDevice:
         self._runtime = runtime
         self.stream = 0
         self._stream: Any = None
+        # Four calls a batch: looked up once.
+        self._copy, self._record, self._wait = (
+            runtime.cudaMemcpyAsync,
+            runtime.cudaEventRecord,
+            runtime.cudaEventSynchronize,
+        )
+        kinds = runtime.cudaMemcpyKind
+        self._to_device, self._to_host = kinds.cudaMemcpyHostToDevice, kinds.cudaMemcpyDeviceToHost
 
     @classmethod
     def open(cls) -> CudaDevice:
@@ -110,19 +118,13 @@ class CudaDevice:
 
     def copy_in(self, device: int, host: int, size: int) -> None:
         """Queue a copy from page-locked host memory."""
-        runtime = self._runtime
-        (status,) = runtime.cudaMemcpyAsync(
-            device, host, size, runtime.cudaMemcpyKind.cudaMemcpyHostToDevice, self._stream
-        )
+        (status,) = self._copy(device, host, size, self._to_device, self._stream)
         if status != 0:
             raise self._error("cudaMemcpyAsync", status)
 
     def copy_out(self, host: int, device: int, size: int) -> None:
         """Queue a copy to page-locked host memory."""
-        runtime = self._runtime
-        (status,) = runtime.cudaMemcpyAsync(
-            host, device, size, runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost, self._stream
-        )
+        (status,) = self._copy(host, device, size, self._to_host, self._stream)
         if status != 0:
             raise self._error("cudaMemcpyAsync", status)
 
@@ -134,11 +136,15 @@ class CudaDevice:
 
     def record(self, event: Any) -> None:
         """Let ``event`` stand for what is queued so far."""
-        self._call("cudaEventRecord", event, self._stream)
+        (status,) = self._record(event, self._stream)
+        if status != 0:
+            raise self._error("cudaEventRecord", status)
 
     def wait(self, event: Any) -> None:
         """Block until the work that ``event`` stands for is done; its error, if it failed."""
-        self._call("cudaEventSynchronize", event)
+        (status,) = self._wait(event)
+        if status != 0:
+            raise self._error("cudaEventSynchronize", status)
 
     def destroy(self, event: Any) -> None:
         """Give an event back."""

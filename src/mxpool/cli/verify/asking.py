@@ -8,6 +8,7 @@ from typing import Any
 
 from mxpool.cli.surroundings import Arrays, Calls
 from mxpool.cli.verify.difference import Noise, difference, worst
+from mxpool.cli.verify.material import part
 
 RUNS = 3
 
@@ -55,6 +56,12 @@ class Asked:
         """How far the answers to one request, asked some times, are from each other."""
         first = self.infer(request)
         return Noise(worst(difference(first, self.infer(request)) for _ in range(RUNS - 1)).relative)
+
+    def measure_sizes(self, request: Arrays, rows: int) -> float:
+        """How far the rows of ``request`` (``rows`` of them) are from themselves at smaller batch sizes, relative."""
+        whole = self.infer(request)
+        sizes = [size for size in sizes_of(self.workers()) if size < rows]
+        return worst(difference(part(whole, 0, size), self.infer(part(request, 0, size))) for size in sizes).relative
 
 
 def graph_is_on(worker: dict[str, Any]) -> bool:

@@ -66,7 +66,7 @@ class KnownRows:
 
     def right(self, found: Difference) -> bool:
         """True if an answer may be that far off: not at all where it had its batch for itself, else by rounding."""
-        return self.noise.equal(found) if self.whole else self.noise.close(found)
+        return self.noise.equal(found) if self.whole else self.noise.rounded(found)
 
     @property
     def distinct(self) -> bool:
