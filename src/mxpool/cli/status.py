@@ -38,11 +38,17 @@ def status(
     printing.show_table("broker", ("counter", "value"), ((key, _text(value)) for key, value in broker.items()))
     printing.show_table("models", ("model", *MODEL_COLUMNS, "reason"), _model_rows(answer.get("models", {})))
     printing.show_table("workers", ("model", *WORKER_COLUMNS), _worker_rows(answer.get("models", {})))
+    graphs = list(_graph_rows(answer.get("models", {})))
+    if graphs:
+        printing.show_table("device graphs", ("worker", *GRAPH_COLUMNS, "reason"), graphs)
 
 
 MODEL_COLUMNS = ("state", "received", "ok", "rejected", "expired", "cancelled", "failed", "worker_died", "queue_depth",
                  "batches", "batch_rows", "padding_rows", "dead_rows")  # fmt: skip
 WORKER_COLUMNS = ("worker", "device", "pid", "state", "restarts", "in_flight", "batches")
+
+
+GRAPH_COLUMNS = ("graph", "setting", "sizes", "capture_ms", "lanes", "host", "model: hit", "miss", "off")
 
 
 def _text(value: Any) -> str:
@@ -60,6 +66,38 @@ def _worker_rows(models: Mapping[str, Any]) -> Iterator[list[Any]]:
         for worker in model.get("workers", []):
             texts = {**worker, "pid": _text(worker.get("pid", "-"))}
             yield [name, *(texts.get(column) for column in WORKER_COLUMNS)]
+
+
+def _graph_rows(models: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """Workers of devices: what they replay, or why they do not; how the batches of their model ran."""
+    for model in models.values():
+        counts = model.get("graph", {})
+        for worker in model.get("workers", []):
+            report = worker.get("report", {})
+            if "graph_setting" not in report:
+                continue
+            sizes = ", ".join(map(str, report.get("graph_sizes", [])))
+            failure = report.get("graph_failure", {})
+            told = [report.get(key) for key in ("capture_ms", "lanes", "host")]
+            counted = [counts.get(word) for word in ("hit", "miss", "off")]
+            yield [
+                worker.get("worker"),
+                report["graph"],
+                report["graph_setting"],
+                sizes,
+                *told,
+                *counted,
+                _why(failure),
+            ]
+
+
+def _why(failure: Mapping[str, Any]) -> str | None:
+    """A failed capture in words: size, node, reason."""
+    if not failure:
+        return None
+    where = [f"at {failure['size']} rows"] if failure.get("size") else []
+    node = [f"node {failure['node']}"] if failure.get("node") else []
+    return ", ".join([*where, *node, str(failure.get("reason", ""))])
 
 
 def _await_ready(surroundings: Surroundings, seconds: float) -> None:

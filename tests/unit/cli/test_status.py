@@ -28,6 +28,24 @@ def test_status_shows_models_with_their_reason_and_workers_with_their_pid() -> N
         assert word in ran.stdout
 
 
+def test_status_shows_of_device_workers_what_they_replay_and_why_not() -> None:
+    on = {"graph": "on", "graph_setting": "prefer", "graph_sizes": [1, 128], "capture_ms": 41.5, "lanes": 2}
+    failure = {"size": 128, "node": "Concat_80", "reason": "at most 32 inputs"}
+    off = {"graph": "off", "graph_setting": "prefer", "graph_sizes": [], "graph_failure": failure, "host": "staged"}
+    workers = [
+        {"worker": "r-gpu0-0", "report": {**on, "host": "pinned", "graph_failure": {}}},
+        {"worker": "r-gpu0-1", "report": off},
+        {"worker": "r-cpu-0", "report": {"graph": "off"}},
+    ]
+    model = {"workers": workers, "graph": {"hit": 7_001, "miss": 3, "off": 0}}
+    ran = mxpool(FakeClient(status={"broker": {}, "models": {"r": model}}), "status")
+    shown = ran.stdout[ran.stdout.index("device graphs") :]
+    for word in ("r-gpu0-0", "1, 128", "41.5", "pinned", "7,001", "staged", "at 128 rows, node Concat_80, at most 32"):
+        assert word in shown
+    assert "r-cpu-0" not in shown
+    assert "device graphs" not in mxpool(FakeClient(status=STATUS), "status").stdout
+
+
 def test_status_as_json_is_what_the_broker_said() -> None:
     assert json.loads(mxpool(FakeClient(status=STATUS), "status", "--json").stdout) == STATUS
 
