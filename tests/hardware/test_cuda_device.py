@@ -139,13 +139,13 @@ def test_a_model_with_control_flow_is_served_plain(tmp_path: Path) -> None:
 
 
 def test_a_vision_model_is_captured_and_a_size_after_a_larger_one_shows_nothing_of_it(models: Path) -> None:
-    bound = Bound(str(models / "tiny_cnn.onnx"), max_batch_size=32)
+    bound = Bound(str(models / "tiny_cnn.onnx"), max_batch_size=16)
     print(f"\ntiny_cnn: {bound.report}")
     assert bound.report["graph"] == "on"
     bound.fill(0)
     bound.run(0, 1)
     alone = bound.outputs(0, 1)
-    for size in (32, 1, 8, 1):
+    for size in (16, 1, 8, 1):
         bound.run(0, size)
         if size == 1:
             assert bound.outputs(0, 1) == alone
