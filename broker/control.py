@@ -40,8 +40,8 @@ class Changeable(Protocol):
         """Start a private worker for ``model``; see ``reference.Reference.start``."""
         ...
 
-    def release(self, answer: Answer) -> None:
-        """End the private worker, and answer then."""
+    def release(self, answer: Answer, client: Client | None) -> None:
+        """End the private worker of ``client``, and answer then."""
 
 
 class Control:
@@ -182,8 +182,10 @@ class Control:
         if order.verb == "reference":
             order.answer({"model": self._broker.refer(order.model, order.client)})
         elif order.verb == "release":
-            self._broker.release(order.answer)
+            self._broker.release(order.answer, order.client)
         else:
-            for model in self._chosen(order.model):
+            for model in [self._model(order.model)] if order.model else self._served():
+                if model.private:  # it ends with its client
+                    raise errors.UnknownModel(model=order.model)
                 self._broker.drain(model.name)
             order.answer({"draining": True})

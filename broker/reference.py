@@ -87,11 +87,17 @@ class Reference:
         ]
         return next((worker for worker in ready if worker.report.get("graph") == "on"), ready[0] if ready else None)
 
-    def release(self, answer: Answer) -> None:
-        """End the private worker; ``answer`` is called when its process is gone, at once if there is none."""
+    def release(self, answer: Answer, client: Client | None) -> None:
+        """End the private worker; ``answer`` is called when its process is gone, at once if there is none.
+
+        Raises:
+            Rejected: it is there for another client.
+        """
         if self._served is None:
             answer({"released": False})
             return
+        if self._holder is not None and self._holder is not client:
+            raise errors.Rejected(reason=f"{self._served.name} is there for another client")
         self._answers.append(answer)
         self._end("it was released")
 

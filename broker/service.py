@@ -238,9 +238,9 @@ class Broker:
         """Start a private worker beside ``model``, for ``client``; the name to ask it by. See Reference.start."""
         return self._reference.start(model, client)
 
-    def release(self, answer: Answer) -> None:
-        """End the private worker, and answer then."""
-        self._reference.release(answer)
+    def release(self, answer: Answer, client: Client | None) -> None:
+        """End the private worker of ``client``, and answer then."""
+        self._reference.release(answer, client)
 
     def _ended(self, now: int) -> bool:
         """Drive the shutdown: drain, then stop the workers; a second signal skips the draining."""

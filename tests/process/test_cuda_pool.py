@@ -118,6 +118,13 @@ def test_a_worker_whose_device_is_lost_ends_with_a_code_of_its_own_and_another_s
         assert "exit code 71 (the device is lost)" in pool.log()
 
 
+@pytest.mark.parametrize("after", [3, 40])
+def test_a_device_that_is_lost_while_graphs_are_captured_is_told_as_such(tmp_path: Path, after: int) -> None:
+    with cuda_pool(affine(tmp_path), fault=f"lost:{after}", ready=()) as pool:
+        died = wait_until(lambda: pool.model("affine")["workers"][0]["reason"], "the first death")
+        assert died.startswith("exit code 71 (the device is lost)")
+
+
 def test_replays_of_random_batches_equal_plain_runs_while_workers_are_killed(ranking: str, rows: RowTable) -> None:
     with cuda_pool({MODEL: table(ranking, SIZE, graph="require", load_timeout_ms=60_000)}) as pool:
         storm = Storm(pool, rows, rows_max=SIZE)

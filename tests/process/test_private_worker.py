@@ -70,6 +70,17 @@ def test_release_gives_back_its_process_and_its_slots_and_another_can_be_had_at_
             client.infer(PLAIN, x(1))
 
 
+def test_nobody_else_ends_it(pool: Pool) -> None:
+    with pool.client() as client, pool.client() as other:
+        refer(client, pool)
+        with pytest.raises(Rejected, match="is there for another client"):
+            other.control("release")
+        with pytest.raises(UnknownModel):
+            other.control("drain", PLAIN)
+        assert (client.infer(PLAIN, x(1))["y"] == x(1)["x"]).all()
+        assert client.control("release") == {"released": True}
+
+
 def test_it_ends_with_the_client_that_asked_for_it(pool: Pool) -> None:
     with pool.client() as other:
         with pool.client() as client:

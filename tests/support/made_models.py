@@ -55,6 +55,13 @@ def affine(folder: Path, dims: Dims = ("N", 4)) -> str:
     return save(folder, nodes, [("x", FLOAT, dims)], [("y", FLOAT, dims)], weights)
 
 
+def beyond(folder: Path) -> str:
+    """``y = max(x - 5, 0)``: to everything below 5 the same answer."""
+    weights = [helper.make_tensor("five", FLOAT, [], [5.0])]
+    nodes = [helper.make_node("Sub", ["x", "five"], ["t"]), helper.make_node("Relu", ["t"], ["y"])]
+    return save(folder, nodes, [("x", FLOAT, ("N", 4))], [("y", FLOAT, ("N", 4))], weights)
+
+
 def scalar_output(folder: Path) -> str:
     """``y = x`` and ``total`` = the sum of everything, a scalar."""
     nodes = [helper.make_node("Identity", ["x"], ["y"]), helper.make_node("ReduceSum", ["x"], ["total"], keepdims=0)]

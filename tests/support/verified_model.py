@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mxpool.cli.surroundings import Arrays
 from mxpool.cli.verify.asking import Asked
 from mxpool.cli.verify.material import Material
-from mxpool.errors import UnknownModel
+from mxpool.errors import Rejected, UnknownModel
 from mxpool.histogram import Histogram
 from mxpool.tensors import Signature, TensorSpec
 
@@ -62,6 +62,10 @@ class VerifiedModel:
     ran: dict[str, int] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     closed: int = 0
+    state: str = "ready"
+    deaths: int = 0
+    connections_max: int = 1_000
+    connections: int = 0
 
     def infer(self, model: str, arrays: Mapping[str, npt.NDArray[Any]], *, timeout_s: float) -> Arrays:
         return next(iter(self.push(model, [arrays], in_flight=1, timeout_s=timeout_s)))
@@ -91,7 +95,7 @@ class VerifiedModel:
             report |= {"graph": "on", "graph_setting": "prefer", "graph_sizes": sizes, "graph_failure": {}}
         count = self.workers if self.busy is None else self.busy
         return {
-            "state": "ready",
+            "state": self.state,
             "received": ran,
             "config": {"graph": "prefer", "queue": "shared", "fixed_input_buffers": True, **self.config},
             "graph": {"hit": ran if self.graph and self.replays else 0, "miss": 0, "off": 0},
@@ -100,7 +104,7 @@ class VerifiedModel:
                 {
                     "worker": f"r-{number}",
                     "state": "ready",
-                    "restarts": 0,
+                    "restarts": self.deaths if self.calls else 0,
                     "batches": ran if number < count else 0,
                     "report": report,
                 }
@@ -131,7 +135,14 @@ class VerifiedModel:
 
     def asked(self) -> Asked:
         """The served model."""
-        return Asked(self, MODEL, connect=lambda: self)
+
+        def connect() -> VerifiedModel:
+            self.connections += 1
+            if self.connections > self.connections_max:
+                raise Rejected(reason="too many clients")
+            return self
+
+        return Asked(self, MODEL, connect=connect)
 
     def plain(self) -> Asked:
         """Its private worker."""

@@ -38,12 +38,11 @@ class GraphFailure(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """One lane at one size. ``largest`` differences are absolute; ``blind``: no two inputs gave different answers."""
+    """One lane at one size; ``largest`` is the largest difference to a plain run, absolute."""
 
     failure: GraphFailure | None
     exact: bool = True
     largest: float = 0.0
-    blind: bool = False
 
 
 class GraphCapture:
@@ -61,17 +60,21 @@ class GraphCapture:
         self._beside = DeviceSlot(device, layout)
 
     def capture(self, slot: DeviceSlot, binding: Any, size: int, options: Any) -> Proof:
-        """Capture ``binding`` (to ``slot``, at ``size`` rows) under the graph id of ``options``, and prove it."""
-        beside = self._beside.binding(self._session, size)
-        first, second, blind = self._two_inputs(beside, size)
+        """Capture ``binding`` (to ``slot``, at ``size`` rows) under the graph id of ``options``, and prove it.
+
+        Whatever the runtime raises meanwhile is the failure; ``DeviceLost`` passes.
+        """
         try:
-            self._run(slot, binding, size, first, options)
+            beside = self._beside.binding(self._session, size)
+            inputs = self._two_inputs(beside, size)
+            if inputs is None:
+                reason = "no two inputs have different answers: nothing would show that a replay reads its input"
+                return Proof(GraphFailure(size, "", reason))
+            self._run(slot, binding, size, inputs[0], options)
+            return self._prove(slot, binding, beside, size, inputs, options)
         except Exception as error:  # noqa: BLE001 - the runtime's errors share no base but Exception
+            self._device.check()
             return Proof(GraphFailure.of(size, error))
-        try:
-            return self._prove(slot, binding, beside, size, (first, second), options)._replace(blind=blind)
-        finally:
-            self._device.synchronize()
 
     def warm_up(self, slot: DeviceSlot, binding: Any, size: int) -> None:
         """Run ``binding`` (to ``slot``) once without a graph; raises whatever the runtime does."""
@@ -96,17 +99,16 @@ class GraphCapture:
             exact, largest = exact and verdict.exact, max(largest, verdict.largest)
         return Proof(None, exact, largest)
 
-    def _two_inputs(self, beside: Any, size: int) -> tuple[Arrays, Arrays, bool]:
-        """Two inputs to which the model answers differently; if none are found, the last two and True."""
+    def _two_inputs(self, beside: Any, size: int) -> tuple[Arrays, Arrays] | None:
+        """Two inputs to which the model answers differently; None if none are found."""
         signature = self._layout.signature
         first = replay_check.inputs(signature, size, 0)
         answer = self._run(self._beside, beside, size, first, self._plain_options)
-        second = first
         for seed in range(1, SEEDS_MAX + 1):
             second = replay_check.inputs(signature, size, seed)
             if replay_check.different(answer, self._run(self._beside, beside, size, second, self._plain_options)):
-                return first, second, False
-        return first, second, True
+                return first, second
+        return None
 
     def _load(self, slot: DeviceSlot, inputs: Arrays, size: int) -> None:
         """Put ``inputs`` and poisoned outputs into ``slot``."""

@@ -192,6 +192,7 @@ class OrtCudaBackend:
                 "device_bytes": self._free_bytes - self._device.free_bytes(),
             }
         except CudaError as error:
+            self._device.check()
             raise LoadFailed(model=spec.name, reason=str(error)) from None
         return Prepared(sizes, report)
 
@@ -248,12 +249,11 @@ class OrtCudaBackend:
     def _log_proofs(self, proofs: list[Proof]) -> None:
         exact, largest = all(proof.exact for proof in proofs), max(proof.largest for proof in proofs)
         log.info(
-            "graphs captured model=%s graphs=%d exact=%d largest_difference=%g answers_differ=%d",
+            "graphs captured model=%s graphs=%d exact=%d largest_difference=%g",
             self._spec.name,
             len(proofs),
             exact,
             largest,
-            not any(proof.blind for proof in proofs),
         )
 
     def _fall_back(self, capture: GraphCapture, failure: GraphFailure) -> None:

@@ -33,7 +33,8 @@ class Broker:
         self.referred.append((model, client))
         return f"{model}@plain"
 
-    def release(self, answer: Answer) -> None:
+    def release(self, answer: Answer, client: Client | None) -> None:
+        del client
         self.released += 1
         answer({"released": True})
 

@@ -125,8 +125,10 @@ def test_a_model_that_is_not_there_or_not_named_is_told_with_the_names(tmp_path:
 
 
 def test_where_no_result_can_be_written_nothing_is_started(tmp_path: Path) -> None:
-    with pytest.raises(BadSource, match="folder"):
+    with pytest.raises(BadSource, match="No such file or directory"):
         planned(tmp_path, "a", csv=tmp_path / "none" / "x.csv")
+    with pytest.raises(BadSource, match="Is a directory"):
+        planned(tmp_path, "a", csv=tmp_path)
 
 
 def test_a_picture_without_matplotlib_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

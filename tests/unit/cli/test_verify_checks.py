@@ -164,6 +164,18 @@ def test_a_model_that_says_the_same_to_everything_is_a_note_unless_the_plain_wor
     assert "insensitive" in beside.detail
 
 
+def test_clients_that_are_refused_are_no_answers() -> None:
+    model = VerifiedModel(connections_max=1)
+    outcome = crowd.check(model.asked(), model.material(), 3)
+    assert outcome.result is Result.FAILED
+    assert "too many clients" in outcome.detail
+
+
+def test_the_comparison_goes_on_while_the_only_worker_is_started_again() -> None:
+    model = VerifiedModel(graph=True, workers=0)
+    assert [one.result for one in on_off.check(model.asked(), model.plain(), model.material())][:2] == [Result.OK] * 2
+
+
 def test_sizes_change_between_consecutive_requests() -> None:
     sent: list[int] = []
 

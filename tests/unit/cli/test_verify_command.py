@@ -172,6 +172,37 @@ def test_rows_of_a_file_are_drawn_and_one_that_does_not_fit_is_refused(tmp_path:
 # Start-up flags
 
 
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.zeros((0, 4), np.float32), "have 0 rows"),
+        (np.float32(1), "have 0 rows"),
+        (np.zeros((5, 3), np.float32), r"is float32 (3,) a row; the model's input is float32 (4,)"),
+        (np.zeros((5, 4), np.int64), "is int64 (4,) a row"),
+    ],
+)
+def test_a_file_of_other_rows_is_refused_and_not_called_the_models_fault(
+    tmp_path: Path, array: Any, words: str
+) -> None:
+    np.savez(tmp_path / "rows.npz", x=array)
+    code, told = verify(VerifiedModel(), "--npz", tmp_path / "rows.npz")
+    assert code == 2
+    assert words in told["stderr"]
+
+
+def test_a_worker_that_dies_meanwhile_fails_the_whole() -> None:
+    code, told = verify(VerifiedModel(deaths=2))
+    assert code == 1
+    assert results(told)["workers"] == "failed"
+    assert told["checks"][-1]["detail"].startswith("workers were started again 2 times")
+
+
+def test_a_model_that_drains_is_not_judged() -> None:
+    code, told = verify(VerifiedModel(state="draining"))
+    assert code == 4
+    assert "shutting" in str(told)
+
+
 def flags(report: dict[str, Any], workers: int = 1, **config: Any) -> dict[str, Outcome]:
     told = [{"worker": f"r-{number}", "state": "ready", "report": report} for number in range(workers)]
     stats = {"config": {"graph": "prefer", "queue": "shared", "fixed_input_buffers": True, **config}, "workers": told}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +69,8 @@ def plan(model: str, flags: Flags, traffic: Traffic, environ: Mapping[str, str])
         words, model = [*words, model], ""
     config, name = _config(model, flags, environ)
     for path in (flags.csv, flags.plot):
-        if path is not None and not os.access(path.absolute().parent, os.W_OK):
-            raise BadSource(f"{path}: its folder is not there, or cannot be written to")
+        if path is not None:
+            _check_writable(path)
     if flags.plot is not None:
         picture.check_possible()
     table = config.models[name]
@@ -85,6 +84,15 @@ def plan(model: str, flags: Flags, traffic: Traffic, environ: Mapping[str, str])
         rate=flags.rate,
         clients=flags.clients or 1,
     )
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a file for the results that cannot be written: it would be found out when all is measured."""
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise BadSource(f"{path}: {error.strerror}") from None
 
 
 def _config(model: str, flags: Flags, environ: Mapping[str, str]) -> tuple[Config, str]:

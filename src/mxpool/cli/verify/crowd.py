@@ -53,24 +53,29 @@ def check(asked: Asked, material: Material, clients: int) -> Outcome:
 
 
 def _client(asked: Asked, known: KnownRows, plan: list[Stretch], end_s: float) -> _Told:
-    """One client's requests; its connection is its own."""
+    """One client's requests; its connection is its own. What has no answer is wrong, and a refused client too."""
     told = _Told()
     assert asked.connect is not None
-    with closing(asked.connect()) as client:
-        mine = replace(asked, client=client, sent=0)
-        try:
-            for stretch, answer in zip(plan, mine.push(_requests(known, plan, end_s), IN_FLIGHT), strict=False):
-                told.answers += 1
-                found = known.difference(stretch, answer)
-                told.off = worst((told.off, found))
-                if not known.right(found):
-                    told.wrong += 1
-                    told.first = told.first or f"{stretch}: {found}"
-        except MxPoolError as error:
-            told.wrong += mine.sent - told.answers
-            told.first = told.first or f"{error.code}: {error}"
-        told.sent = mine.sent
+    try:
+        with closing(asked.connect()) as client:
+            _ask(replace(asked, client=client, sent=0), known, plan, end_s, told)
+    except MxPoolError as error:
+        told.wrong += max(told.sent - told.answers, 1)
+        told.first = told.first or f"{error.code}: {error}"
     return told
+
+
+def _ask(mine: Asked, known: KnownRows, plan: list[Stretch], end_s: float, told: _Told) -> None:
+    try:
+        for stretch, answer in zip(plan, mine.push(_requests(known, plan, end_s), IN_FLIGHT), strict=False):
+            told.answers += 1
+            found = known.difference(stretch, answer)
+            told.off = worst((told.off, found))
+            if not known.right(found):
+                told.wrong += 1
+                told.first = told.first or f"{stretch}: {found}"
+    finally:
+        told.sent = mine.sent
 
 
 def _requests(known: KnownRows, plan: list[Stretch], end_s: float) -> Iterator[Arrays]:

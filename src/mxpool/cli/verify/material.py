@@ -23,6 +23,8 @@ class Material:
         if real is not None and {spec.name for spec in signature.inputs} != real.keys():
             wanted = ", ".join(spec.name for spec in signature.inputs)
             raise BadSource(f"the file has the arrays {', '.join(sorted(real))}; the model's inputs are {wanted}")
+        if real is not None:
+            _check_file(signature, real)
 
     @property
     def rows_max(self) -> int:
@@ -57,6 +59,21 @@ class Material:
     def integer(self, low: int, high: int) -> int:
         """A random number from ``low`` to ``high``."""
         return int(self._random.integers(low, high + 1))
+
+
+def _check_file(signature: Signature, real: Arrays) -> None:
+    """Refuse arrays that are not rows of the model's inputs: the checks would call it the model's fault."""
+    rows = {len(array) if array.ndim and signature.batched else 0 for array in real.values()}
+    if signature.batched and (len(rows) > 1 or rows == {0}):
+        raise BadSource(
+            f"the file's arrays have {', '.join(map(str, sorted(rows)))} rows: all need the same, 1 or more"
+        )
+    for spec in signature.inputs:
+        array = real[spec.name]
+        dims = array.shape[1:] if signature.batched else array.shape
+        if array.dtype != spec.dtype or tuple(dims) != tuple(spec.dims):
+            wanted, found = f"{spec.dtype} {tuple(spec.dims)}", f"{array.dtype} {tuple(dims)}"
+            raise BadSource(f"the file's array {spec.name!r} is {found} a row; the model's input is {wanted}")
 
 
 def part(arrays: Arrays, start: int, stop: int) -> Arrays:

@@ -22,9 +22,9 @@ def row_counts(rows_max: int, graph_sizes: Iterable[int]) -> list[int]:
 def check(asked: Asked, plain: Asked, material: Material) -> Iterator[Outcome]:
     """One row for each count of rows; the last one tells whether graphs were replayed at all."""
     before = asked.stats().get("graph", {})
-    workers = asked.workers()
+    workers = asked.workers()  # none, if one that died is being started again
     for rows in row_counts(material.rows_max, captured(workers)):
-        yield _at(asked, plain, material, rows, len(workers))
+        yield _at(asked, plain, material, rows, max(len(workers), 1))
     after = asked.stats().get("graph", {})
     replayed = after.get("hit", 0) - before.get("hit", 0)
     yield Outcome(

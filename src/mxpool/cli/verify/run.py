@@ -16,7 +16,7 @@ from mxpool.cli.verify.outcome import Outcome, Result
 from mxpool.cli.verify.private_worker import private_worker
 from mxpool.cli.verify.soak import Gauges, Soak
 from mxpool.cli.verify.trend import Sample
-from mxpool.errors import BrokerLost, ClientUnusable, MxPoolError
+from mxpool.errors import BrokerLost, ClientUnusable, MxPoolError, ShuttingDown
 
 
 @dataclass(slots=True)
@@ -47,7 +47,9 @@ class Verification:
     def _all(self) -> Iterator[Outcome]:
         asked = Asked(self.client, self.model, self.timeout_s, self.surroundings.client)
         stats = asked.stats()
-        received = stats.get("received", 0)
+        if stats.get("state") == "draining":
+            raise ShuttingDown(what=f"model {self.model!r}")
+        received, restarts = _taken(stats), _restarts(stats)
         yield from startup_flags.check(stats)
         if not asked.workers():
             return
@@ -59,6 +61,7 @@ class Verification:
         if self.soak_s:
             yield from _guarded("soak", self._soak(asked).run)
         yield from self._traffic(asked, received)
+        yield from _deaths(asked, restarts)
 
     def _beside_plain(self, asked: Asked) -> Iterator[Outcome]:
         """The checks that a private worker with the graph off makes sharper; without a graph it is not started."""
@@ -94,7 +97,7 @@ class Verification:
 
     def _traffic(self, asked: Asked, received: int) -> Iterator[Outcome]:
         """Requests of others share batches with ours: with coupled rows that changes answers."""
-        others = asked.stats().get("received", 0) - received - asked.sent
+        others = _taken(asked.stats()) - received - asked.sent
         if others > 0:
             yield Outcome(
                 check="other traffic",
@@ -103,6 +106,24 @@ class Verification:
                 detail=f"{others} requests of others ran meanwhile; where rows are coupled, they change answers",
                 figures={"requests": others},
             )
+
+
+def _taken(stats: dict[str, Any]) -> int:
+    """Requests that the broker took: a refused one is sent again, and is still one of ours."""
+    return int(stats.get("received", 0)) - int(stats.get("rejected", 0))
+
+
+def _restarts(stats: dict[str, Any]) -> int:
+    return sum(int(worker.get("restarts", 0)) for worker in stats.get("workers", []))
+
+
+def _deaths(asked: Asked, before: int) -> Iterator[Outcome]:
+    """A worker that died of a check, or beside it, is no way to go live."""
+    deaths = _restarts(asked.stats()) - before
+    if deaths > 0:
+        detail = f"workers were started again {deaths} times meanwhile; mxpool status has the reason"
+        figures = {"restarts": deaths}
+        yield Outcome(check="workers", compared="restarts", result=Result.FAILED, detail=detail, figures=figures)
 
 
 def _guarded(check: str, found: Callable[[], Iterable[Outcome]]) -> Iterator[Outcome]:

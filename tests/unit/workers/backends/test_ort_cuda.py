@@ -235,6 +235,30 @@ def test_a_graph_that_is_required_and_not_right_is_refused_and_preferred_it_is_s
     assert (bound.answers(0, 32) == 2 * rows + 1).all()
 
 
+@pytest.mark.parametrize("fault", ["", "blind"])
+def test_a_graph_of_which_nothing_shows_that_it_reads_its_input_does_not_serve(
+    enter: Callable[..., Any], tmp_path: Path, fault: str
+) -> None:
+    enter(fault)
+    path = made_models.beyond(tmp_path)
+    with pytest.raises(NotServable, match="no two inputs have different answers"):
+        Bound(path, graph="require")
+    bound = Bound(path)
+    bound.fill(0, rows_of(8) + 6)
+    assert bound.run(0, 8) == GRAPH_MISS
+    assert (bound.answers(0, 8) > 0).all()
+
+
+def test_an_error_of_the_runtime_in_the_proof_is_a_failed_capture(enter: Callable[..., Any], tmp_path: Path) -> None:
+    enter("run:20")
+    path = made_models.affine(tmp_path)
+    with pytest.raises(NotServable, match="MatMul_7"):
+        Bound(path, graph="require")
+    bound = Bound(path)
+    assert bound.report["graph_failure"]["node"] == "MatMul_7"
+    assert bound.run(0, 8) == GRAPH_MISS
+
+
 def test_a_model_with_control_flow_is_served_plain_or_refused(enter: Callable[..., Any], tmp_path: Path) -> None:
     enter()
     path = made_models.conditional(tmp_path)
