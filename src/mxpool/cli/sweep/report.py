@@ -106,7 +106,8 @@ def _table(title: str, rows: Sequence[Mapping[str, Any]], phase: str, first: Seq
     lines = []
     for row in rows:
         memory = row["memory"]
-        device = memory.get("device_bytes") or memory.get("device_used_bytes")
+        # The workers' own figures are of the device's free memory, and overlap where several load at once.
+        device = memory.get("device_used_bytes") or memory.get("device_bytes")
         mib = [None if size is None else round(size / MIB, 1) for size in (device, memory.get("resident_bytes"))]
         really = "on" if row["graph_on"] else "off" if row["graph_on"] is False else "-"
         graph = row["graph"] if row["graph"] == really or really == "-" else f"{row['graph']} ({really})"
