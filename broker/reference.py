@@ -128,13 +128,14 @@ class Reference:
             served.cancel(ticket, errors.ShuttingDown(what=f"model {served.name!r}"), "failed")
 
     def due_us(self) -> int | None:
-        """0 if ``tick`` has something to do, else None."""
-        return 0 if self._ending and self._worker is not None and self._worker.state == "dead" else None
+        """0 if ``tick`` has something to do, else None: at the broker's end everything is taken apart at once."""
+        ended = self._ending and self._worker is not None and self._worker.state == "dead"
+        return 0 if ended and not self._supervisor.stopping else None
 
     def tick(self) -> None:
         """Forget the model once its worker is reaped: its slots are given back."""
-        if self.due_us() is None or self._supervisor.stopping:
-            return  # at the broker's end everything is taken apart at once
+        if self.due_us() is None:
+            return
         assert self._served is not None
         assert self._worker is not None
         served, answers = self._served, self._answers

@@ -36,6 +36,9 @@ _CANNOT_BOOT = (ModelInvalid, NotServable, ProviderUnavailable)
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "MACA_VISIBLE_DEVICES")
 
 
+_kept: list[BaseException] = []  # with the frames that hold the session: its destructors would call the device
+
+
 class _Stopped(Exception):
     """STOP came where the next step was due."""
 
@@ -51,6 +54,7 @@ def run_worker(link: Link, environment: MutableMapping[str, str]) -> int:
         return EXIT_STOPPED
     except DeviceLost as error:
         log.error("device is lost: %s", error)
+        _kept.append(error)
         return EXIT_DEVICE_LOST
     except Exception:
         log.exception("worker is sick")

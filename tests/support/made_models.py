@@ -55,10 +55,10 @@ def affine(folder: Path, dims: Dims = ("N", 4)) -> str:
     return save(folder, nodes, [("x", FLOAT, dims)], [("y", FLOAT, dims)], weights)
 
 
-def beyond(folder: Path) -> str:
-    """``y = max(x - 5, 0)``: to everything below 5 the same answer."""
-    weights = [helper.make_tensor("five", FLOAT, [], [5.0])]
-    nodes = [helper.make_node("Sub", ["x", "five"], ["t"]), helper.make_node("Relu", ["t"], ["y"])]
+def beyond(folder: Path, threshold: float = 5) -> str:
+    """``y = max(x - threshold, 0)``: to everything below it the same answer."""
+    weights = [helper.make_tensor("least", FLOAT, [], [threshold])]
+    nodes = [helper.make_node("Sub", ["x", "least"], ["t"]), helper.make_node("Relu", ["t"], ["y"])]
     return save(folder, nodes, [("x", FLOAT, ("N", 4))], [("y", FLOAT, ("N", 4))], weights)
 
 

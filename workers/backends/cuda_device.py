@@ -16,6 +16,7 @@ from mxpool.errors import ProviderUnavailable
 from mxpool.workers.backends.protocol import DeviceLost
 
 PACKAGE = "mxpool[cuda]"
+NO_DEVICE = ("cudaErrorInsufficientDriver", "cudaErrorNoDevice", "cudaErrorInvalidDevice")  # for good
 
 
 class CudaError(Exception):
@@ -48,6 +49,7 @@ class CudaDevice:
 
         Raises:
             ProviderUnavailable: without the bindings, a driver or a device; with the loader's or the driver's words.
+            CudaError: whatever else is wrong, which may pass.
         """
         try:
             runtime = importlib.import_module("cuda.bindings.runtime")
@@ -63,6 +65,8 @@ class CudaDevice:
             device._call("cudaFree", 0)  # makes the context, so that its memory is not taken for the model's
             device._stream = device._call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking)
         except CudaError as error:
+            if error.name not in NO_DEVICE:
+                raise  # another process may hold all memory, or the device recover from one that died
             raise _unavailable("no usable device", str(error)) from None
         device.stream = int(device._stream)
         return device

@@ -138,7 +138,8 @@ class GraphCapture:
         return array[:size] if self._layout.signature.batched else array
 
     def close(self) -> None:
-        """Give the buffers back."""
+        """Let go of the session, and give the buffers back."""
+        self._session = None
         self._device.synchronize()
         self._beside.free()
         self._host.free()

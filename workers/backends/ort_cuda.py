@@ -30,8 +30,8 @@ from mxpool.workers.backends.protocol import Loaded, Prepared, Ran
 
 log = logging.getLogger(__name__)
 
-LANES = 2  # one runs while the other is queued; more add nothing (docs/bench)
-GRAPH_SIZES = (1, 8, 32)  # and max_batch_size; a replay at 1 row takes 0.8 of one at 128, so steps may be large
+LANES = 2  # one runs while the other is queued
+GRAPH_SIZES = (1, 8, 32)  # and max_batch_size; a replay takes little less for few rows, so steps may be large
 NO_GRAPH_ID = -1  # neither capture nor replay (onnxruntime_run_options_config_keys.h)
 # Provider options of onnxruntime 1.31; the runtime's own errors name neither key nor place. Those that are missing here
 # (device_id, user_compute_stream, enable_cuda_graph, do_copy_in_default_stream and allocators) are ours to set.
@@ -100,8 +100,11 @@ class OrtCudaBackend:
         self._spec = spec
         self._runtime = ort_session.import_runtime("cuda")
         ort_session.check_file(spec.path)
-        self._device = CudaDevice.open()
-        self._free_bytes = self._device.free_bytes()
+        try:
+            self._device = CudaDevice.open()
+            self._free_bytes = self._device.free_bytes()
+        except CudaError as error:
+            raise LoadFailed(model=spec.name, reason=str(error)) from None
         self._plain_options = self._run_options(NO_GRAPH_ID)
         self._session = self._open_session()
         self._found = read_signature(self._session, spec, self._plain_options)
@@ -183,7 +186,11 @@ class OrtCudaBackend:
             for _ in range(LANES):
                 staging = None if pinned else HostSlot(self._device, layout)
                 self._lanes.append(Lane(self._device, layout, base, staging))
-            captured = self._capture(layout) if spec.graph != "off" and self._failure is None else ()
+            captured: tuple[int, ...] = ()
+            if spec.graph != "off" and self._failure is None:
+                captured, failure = self._capture(layout)
+                if failure is not None:
+                    self._fall_back(failure)
             sizes = captured or self._prepare_plain(layout)
             report = {
                 "host": "pinned" if pinned else "staged",
@@ -227,24 +234,27 @@ class OrtCudaBackend:
         largest = self._found.signature.max_rows
         return self._spec.graph_sizes or (*(size for size in GRAPH_SIZES if size < largest), largest)
 
-    def _capture(self, layout: SlotLayout) -> tuple[int, ...]:
-        """Capture every lane at every size; the sizes, or () if one failed: then nothing is left of the others."""
+    def _capture(self, layout: SlotLayout) -> tuple[tuple[int, ...], GraphFailure | None]:
+        """Capture every lane at every size; the sizes, or () and the first failure."""
+        sizes, proofs = self._capture_sizes(), list[Proof]()
         capture = GraphCapture(self._device, self._session, layout, self._plain_options)
-        sizes = self._capture_sizes()
-        proofs: list[Proof] = []
-        for lane in self._lanes:
-            for size in reversed(sizes):  # the largest first: what it allocates is enough for the others
-                graph_id = len(self._graph_ids) + 1  # 0 is the runtime's own
-                self._graph_ids.append(graph_id)
-                binding = lane.bind(self._session, size, self._run_options(graph_id, queue_only=True))
-                proof = capture.capture(lane.slot, binding, size, self._run_options(graph_id))
-                if proof.failure is not None:
-                    self._fall_back(capture, proof.failure)
-                    return ()
-                proofs.append(proof)
-        capture.close()
+        try:
+            for lane in self._lanes:
+                for size in reversed(sizes):  # the largest first: what it allocates is enough for the others
+                    proof = self._capture_one(capture, lane, size)
+                    if proof.failure is not None:
+                        return (), proof.failure
+                    proofs.append(proof)
+        finally:
+            capture.close()
         self._log_proofs(proofs)
-        return sizes
+        return sizes, None
+
+    def _capture_one(self, capture: GraphCapture, lane: Lane, size: int) -> Proof:
+        graph_id = len(self._graph_ids) + 1  # 0 is the runtime's own
+        self._graph_ids.append(graph_id)
+        binding = lane.bind(self._session, size, self._run_options(graph_id, queue_only=True))
+        return capture.capture(lane.slot, binding, size, self._run_options(graph_id))
 
     def _log_proofs(self, proofs: list[Proof]) -> None:
         exact, largest = all(proof.exact for proof in proofs), max(proof.largest for proof in proofs)
@@ -256,11 +266,9 @@ class OrtCudaBackend:
             largest,
         )
 
-    def _fall_back(self, capture: GraphCapture, failure: GraphFailure) -> None:
+    def _fall_back(self, failure: GraphFailure) -> None:
         """Serve plain, from a session and a stream that no capture has touched; NotServable if that is not wanted."""
-        self._device.check()
         self._let_go_of_session()
-        capture.close()
         self._fail(failure)
         self._device.renew_stream()
         self._session = self._session_with("0")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import re
 import stat
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -57,6 +58,7 @@ CONFIG_ENTRIES = frozenset(
         "session.x64quantprecision",
     }
 )
+_PASSING = re.compile("out of memory|CUDA failure|CUDA error|Failed to allocate memory")  # not the file's fault
 PROVIDER_PREFIX = "provider."  # of options that go to the execution provider
 SWITCHES = ("enable_cpu_mem_arena", "enable_mem_pattern")  # attributes of SessionOptions, booleans
 LEVELS = {"disable": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "extended": "ORT_ENABLE_EXTENDED"}
@@ -189,6 +191,8 @@ def open_session(runtime: Any, spec: ModelSpec, options: Any, provider_options: 
     except MemoryError:
         raise LoadFailed(model=spec.name, reason="not enough memory for the model") from None
     except Exception as error:  # noqa: BLE001 - the runtime's errors share no base but Exception
+        if _PASSING.search(str(error)):
+            raise LoadFailed(model=spec.name, reason=one_line(error)) from None
         raise ModelInvalid(path=spec.path, reason=one_line(error)) from None
     actual = session.get_providers()
     if actual[:1] != [provider]:

@@ -18,6 +18,7 @@ from mxpool.tensors import Signature, TensorSpec
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 POISON_NAN = {2: 0x7EA5, 4: 0x7FC0A5A5, 8: 0x7FF8A5A5A5A5A5A5}  # quiet NaNs whose payload no arithmetic makes by itself
+WIDE_SEED = 4
 POISON_BYTE = 0xA5  # of every other datatype; as a BOOL it is neither 0 nor 1
 
 
@@ -40,13 +41,19 @@ class Verdict:
 def inputs(signature: Signature, rows: int, seed: int) -> dict[str, npt.NDArray[Any]]:
     """Arrays of ``rows`` rows that nearly every model takes; other seeds give other values.
 
-    Floats are uniform in [0, 1); integers are 0 or 1, which any table of two rows has.
+    Floats are uniform in [0, 1), from seed 4 on normal with a deviation of 1, 10 and then 100: a classifier may give
+    everything small the same label. Integers are 0 or 1, which any table of two rows has.
     """
     random = np.random.default_rng(seed)
+    spread = 10.0 ** min(seed - WIDE_SEED, 2)
 
     def filled(spec: TensorSpec) -> npt.NDArray[Any]:
         shape = signature.shape(spec, rows)
-        values = random.random(shape) if spec.dtype.kind == "f" else random.integers(0, 2, shape)
+        values: npt.NDArray[Any]
+        if spec.dtype.kind != "f":
+            values = random.integers(0, 2, shape)
+        else:
+            values = random.random(shape) if seed < WIDE_SEED else random.normal(0, spread, shape)
         return np.asarray(values).astype(spec.dtype)
 
     return {spec.name: filled(spec) for spec in signature.inputs}

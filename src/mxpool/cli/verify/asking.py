@@ -61,7 +61,9 @@ class Asked:
         """How far the rows of ``request`` (``rows`` of them) are from themselves at smaller batch sizes, relative."""
         whole = self.infer(request)
         sizes = [size for size in sizes_of(self.workers()) if size < rows]
-        return worst(difference(part(whole, 0, size), self.infer(part(request, 0, size))) for size in sizes).relative
+        return worst(
+            difference(part(whole, 0, size), self.infer(part(request, 0, size)), whole) for size in sizes
+        ).relative
 
 
 def graph_is_on(worker: dict[str, Any]) -> bool:

@@ -52,17 +52,20 @@ class Difference:
         }
 
 
-def difference(expected: Arrays, got: Arrays) -> Difference:
+def difference(expected: Arrays, got: Arrays, whole: Arrays | None = None) -> Difference:
     """The worst difference of ``got``, relative to the largest magnitude of its tensor in ``expected``.
+
+    Where ``expected`` is some rows of an answer, ``whole`` is that answer, for its magnitude: one row's can be tiny.
 
     Another name, datatype or shape is an infinite difference, as is any other integer than expected.
     """
     if expected.keys() != got.keys():
         return Difference(np.inf, np.inf, ", ".join(sorted(expected.keys() ^ got.keys())))
-    return worst(_tensor(name, array, got[name]) for name, array in expected.items())
+    whole = expected if whole is None else whole
+    return worst(_tensor(name, array, got[name], whole[name]) for name, array in expected.items())
 
 
-def _tensor(name: str, expected: Array, got: Array) -> Difference:
+def _tensor(name: str, expected: Array, got: Array, whole: Array) -> Difference:
     if expected.dtype != got.dtype or expected.shape != got.shape:
         return Difference(np.inf, np.inf, name)
     if expected.tobytes() == got.tobytes():
@@ -78,7 +81,7 @@ def _tensor(name: str, expected: Array, got: Array) -> Difference:
     largest = float(distance.max())
     if largest == 0:
         return Difference()
-    return _at(name, expected, int(np.argmax(distance)), largest, largest / scale(expected))
+    return _at(name, expected, int(np.argmax(distance)), largest, largest / scale(whole))
 
 
 def _at(name: str, expected: Array, index: int, largest: float, relative: float) -> Difference:

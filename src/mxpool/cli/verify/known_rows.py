@@ -59,7 +59,8 @@ class KnownRows:
 
     def difference(self, stretch: Stretch, answer: Arrays) -> Difference:
         """How far ``answer`` is from what ``stretch`` has."""
-        return difference(self._cut(self.answers[stretch.block], stretch), answer)
+        whole = self.answers[stretch.block]
+        return difference(self._cut(whole, stretch), answer, whole)
 
     def _cut(self, block: Arrays, stretch: Stretch) -> Arrays:
         return block if self.whole else part(block, stretch.start, stretch.stop)

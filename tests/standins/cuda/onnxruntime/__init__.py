@@ -117,7 +117,16 @@ class _Binding:
 class InferenceSession:
     """A session of the CUDA provider."""
 
+    living = most_living = 0
+
+    def __del__(self) -> None:
+        InferenceSession.living -= 1
+        if cuda.LOST_AFTER and cuda.machine.lost:
+            os.abort()  # as the real one may
+
     def __init__(self, path: str, options: Any, *, providers: list[Any], enable_fallback: int) -> None:
+        InferenceSession.living += 1
+        InferenceSession.most_living = max(InferenceSession.most_living, InferenceSession.living)
         assert enable_fallback == 0
         ((name, given),) = providers
         if name != "CUDAExecutionProvider" or set(given) - KNOWN:

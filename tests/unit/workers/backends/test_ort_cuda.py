@@ -240,13 +240,33 @@ def test_a_graph_of_which_nothing_shows_that_it_reads_its_input_does_not_serve(
     enter: Callable[..., Any], tmp_path: Path, fault: str
 ) -> None:
     enter(fault)
-    path = made_models.beyond(tmp_path)
+    path = made_models.beyond(tmp_path, threshold=1e9)
     with pytest.raises(NotServable, match="no two inputs have different answers"):
         Bound(path, graph="require")
     bound = Bound(path)
-    bound.fill(0, rows_of(8) + 6)
+    bound.fill(0, rows_of(8) + 2e9)
     assert bound.run(0, 8) == GRAPH_MISS
     assert (bound.answers(0, 8) > 0).all()
+
+
+def test_a_model_that_answers_all_small_inputs_alike_is_asked_with_larger_ones(
+    enter: Callable[..., Any], tmp_path: Path
+) -> None:
+    enter()
+    assert Bound(made_models.beyond(tmp_path)).report["graph"] == "on"
+
+
+def test_a_blind_graph_of_such_a_model_is_found(enter: Callable[..., Any], tmp_path: Path) -> None:
+    enter("blind")
+    assert "differ by" in Bound(made_models.beyond(tmp_path)).report["graph_failure"]["reason"]
+
+
+def test_the_session_that_could_not_be_captured_is_gone_before_another_is_opened(
+    enter: Callable[..., Any], tmp_path: Path
+) -> None:
+    runtime = enter("capture_at:8")
+    assert Bound(made_models.affine(tmp_path)).report["graph"] == "off"
+    assert runtime.InferenceSession.most_living == 1
 
 
 def test_an_error_of_the_runtime_in_the_proof_is_a_failed_capture(enter: Callable[..., Any], tmp_path: Path) -> None:
