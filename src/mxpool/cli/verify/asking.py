@@ -11,6 +11,7 @@ from mxpool.cli.verify.difference import Noise, difference, worst
 from mxpool.cli.verify.material import part
 
 RUNS = 3
+WINDOWS = 16  # of each batch size
 
 
 @dataclass(slots=True)
@@ -60,10 +61,10 @@ class Asked:
     def measure_sizes(self, request: Arrays, rows: int) -> float:
         """How far the rows of ``request`` (``rows`` of them) are from themselves at smaller batch sizes, relative."""
         whole = self.infer(request)
-        sizes = [size for size in sizes_of(self.workers()) if size < rows]
-        return worst(
-            difference(part(whole, 0, size), self.infer(part(request, 0, size)), whole) for size in sizes
-        ).relative
+        smaller = [size for size in sizes_of(self.workers()) if size < rows]
+        windows = [(at, at + size) for size in smaller for at in range(0, rows - size + 1, max(rows // WINDOWS, size))]
+        parts = (difference(part(whole, *cut), self.infer(part(request, *cut)), whole) for cut in windows)
+        return worst(parts).relative
 
 
 def graph_is_on(worker: dict[str, Any]) -> bool:

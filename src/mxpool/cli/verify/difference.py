@@ -122,7 +122,7 @@ class Noise:
 
     def rounded(self, found: Difference) -> bool:
         """True if ``found`` may be due to another batch size as well."""
-        return self.close(found) or found.relative <= 2 * self.sizes
+        return self.close(found) or found.relative <= 4 * self.sizes
 
 
 def rows_of_answer(answer: Mapping[str, Array], start: int, stop: int) -> Arrays:
