@@ -247,8 +247,7 @@ def test_a_crash_loop_backs_off_and_is_given_up_with_the_last_words_while_others
         assert max(seen) == 4  # five deaths
         assert seen[3] - seen[2] >= 2
         assert seen[4] - seen[3] >= 4
-        assert pool.model("loop")["reason"].startswith("exit code 1: ")
-        assert "worker loads worker=loop-cpu-0" in pool.model("loop")["reason"]  # the last line that it wrote
+        assert pool.model("loop")["reason"] == "exit code 1"  # its last line told of an ordinary step
         assert pool.model("abort")["reason"].startswith("killed by SIGABRT")
         for name in ("loop", "abort", "boot"):
             with pytest.raises(ModelUnavailable):
