@@ -8,7 +8,7 @@ and its answers to two different inputs are compared with plain runs, on outputs
 
 from __future__ import annotations
 
-import re
+from functools import partial
 from typing import Any, NamedTuple
 
 from mxpool.errors import ModelInvalid
@@ -16,10 +16,7 @@ from mxpool.shm.layout import SlotLayout
 from mxpool.workers.backends import replay_check
 from mxpool.workers.backends.cuda_device import CudaDevice
 from mxpool.workers.backends.cuda_lanes import DeviceSlot, HostSlot
-from mxpool.workers.backends.ort_session import Arrays, one_line
-
-_NODE = re.compile(r"Name:'([^']*)'")
-SEEDS_MAX = 6  # pairs of inputs that are tried until two give different answers
+from mxpool.workers.backends.ort_session import Arrays, failed_node, one_line
 
 
 class GraphFailure(NamedTuple):
@@ -33,8 +30,7 @@ class GraphFailure(NamedTuple):
     def of(cls, size: int, error: BaseException) -> GraphFailure:
         """What ``error`` says, with the node that it names."""
         reason = str(error.fields["reason"]) if isinstance(error, ModelInvalid) else one_line(error)
-        found = _NODE.search(str(error))
-        return cls(size, found.group(1) if found else "", reason)
+        return cls(size, failed_node(error), reason)
 
 
 class Proof(NamedTuple):
@@ -66,7 +62,8 @@ class GraphCapture:
         """
         try:
             beside = self._beside.binding(self._session, size)
-            inputs = self._two_inputs(beside, size)
+            plain = partial(self._run, self._beside, beside, size, options=self._plain_options)
+            inputs = replay_check.two_inputs(self._layout.signature, size, plain)
             if inputs is None:
                 reason = "no two inputs have different answers: nothing would show that a replay reads its input"
                 return Proof(GraphFailure(size, "", reason))
@@ -98,17 +95,6 @@ class GraphCapture:
                 return Proof(GraphFailure(size, "", reason))
             exact, largest = exact and verdict.exact, max(largest, verdict.largest)
         return Proof(None, exact, largest)
-
-    def _two_inputs(self, beside: Any, size: int) -> tuple[Arrays, Arrays] | None:
-        """Two inputs to which the model answers differently; None if none are found."""
-        signature = self._layout.signature
-        first = replay_check.inputs(signature, size, 0)
-        answer = self._run(self._beside, beside, size, first, self._plain_options)
-        for seed in range(1, SEEDS_MAX + 1):
-            second = replay_check.inputs(signature, size, seed)
-            if replay_check.different(answer, self._run(self._beside, beside, size, second, self._plain_options)):
-                return first, second
-        return None
 
     def _load(self, slot: DeviceSlot, inputs: Arrays, size: int) -> None:
         """Put ``inputs`` and poisoned outputs into ``slot``."""

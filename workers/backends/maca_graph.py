@@ -6,7 +6,6 @@ a replay. What can be seen is whether its answers are right and follow the input
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 import numpy as np
@@ -15,13 +14,11 @@ from mxpool.clock import now_us
 from mxpool.tensors import Signature
 from mxpool.workers.backends import replay_check
 from mxpool.workers.backends.host_block import HostBlock, HostRuns
-from mxpool.workers.backends.ort_session import Arrays, one_line
+from mxpool.workers.backends.ort_session import Arrays, failed_node, one_line
 
 SWITCH, SHAPE, MAX_BATCH = "maca_graph_switch", "maca_graph_opt_shape", "maca_graph_max_opt_batch"
 OWN_OPTIONS = frozenset((SWITCH, SHAPE, MAX_BATCH))
 PLAIN = {SWITCH: "0"}  # the other two stay away: the C++ interface takes a null pointer and 0 for them
-_NODE = re.compile(r"Name:'([^']*)'")  # as onnxruntime's executor names the node that failed
-SEEDS_MAX = 6  # further inputs that are tried until one has another answer than the first
 
 
 class GraphFailed(Exception):
@@ -34,8 +31,7 @@ class GraphFailed(Exception):
     @classmethod
     def of(cls, error: BaseException) -> GraphFailed:
         """What the runtime says, with the node that it names."""
-        found = _NODE.search(str(error))
-        return cls(one_line(error), found.group(1) if found else "")
+        return cls(one_line(error), failed_node(error))
 
 
 class Proof(NamedTuple):
@@ -94,20 +90,13 @@ class Prover:
         return Proof(capture_us, exact, largest, max(verdict.tolerance for verdict in verdicts))
 
     def _two_inputs(self) -> tuple[Arrays, Arrays]:
-        """Two inputs to which the plain session answers differently."""
-        first = self._inputs(0)
-        answer = self._answer(self._plain, first, self._block)
-        for seed in range(1, SEEDS_MAX + 1):
-            other = self._inputs(seed)
-            if replay_check.different(answer, self._answer(self._plain, other, self._block)):
-                return first, other
-        reason = (
-            f"the answers to {SEEDS_MAX + 1} random inputs are the same: nothing shows that a replay reads its input"
+        rows = self._signature.max_rows
+        found = replay_check.two_inputs(
+            self._signature, rows, lambda given: self._answer(self._plain, given, self._block)
         )
-        raise GraphFailed(reason)
-
-    def _inputs(self, seed: int) -> Arrays:
-        return replay_check.inputs(self._signature, self._signature.max_rows, seed)
+        if found is None:
+            raise GraphFailed("no two inputs have different answers: nothing would show that a replay reads its input")
+        return found
 
     def _compare(self, given: Arrays, block: HostBlock) -> replay_check.Verdict:
         replayed = self._answer(self._graphed, given, block)

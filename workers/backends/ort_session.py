@@ -59,6 +59,7 @@ CONFIG_ENTRIES = frozenset(
     }
 )
 _PASSING = re.compile("out of memory|CUDA failure|CUDA error|Failed to allocate memory")  # not the file's fault
+_NODE = re.compile(r"Name:'([^']*)'")
 PROVIDER_PREFIX = "provider."  # of options that go to the execution provider
 SWITCHES = ("enable_cpu_mem_arena", "enable_mem_pattern")  # attributes of SessionOptions, booleans
 LEVELS = {"disable": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "extended": "ORT_ENABLE_EXTENDED"}
@@ -68,6 +69,12 @@ LEVELS["all"] = "ORT_ENABLE_ALL"
 def one_line(error: BaseException) -> str:
     """The message of ``error`` without line breaks, at most ``REASON_CHARS_MAX`` characters."""
     return " ".join(str(error).split())[:REASON_CHARS_MAX] or type(error).__name__
+
+
+def failed_node(error: BaseException) -> str:
+    """The node that the runtime's executor names as the one that failed, or empty."""
+    found = _NODE.search(str(error))
+    return found.group(1) if found else ""
 
 
 def import_runtime(device_kind: str) -> Any:

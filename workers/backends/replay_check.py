@@ -6,7 +6,7 @@ two different inputs are held against those of a plain session, and outputs are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 POISON_NAN = {2: 0x7EA5, 4: 0x7FC0A5A5, 8: 0x7FF8A5A5A5A5A5A5}  # quiet NaNs whose payload no arithmetic makes by itself
 WIDE_SEED = 4
+SEEDS_MAX = 6  # further inputs that are tried until one has another answer than the first
 POISON_BYTE = 0xA5  # of every other datatype; as a BOOL it is neither 0 nor 1
 
 
@@ -57,6 +58,22 @@ def inputs(signature: Signature, rows: int, seed: int) -> dict[str, npt.NDArray[
         return np.asarray(values).astype(spec.dtype)
 
     return {spec.name: filled(spec) for spec in signature.inputs}
+
+
+def two_inputs(
+    signature: Signature, rows: int, answer: Callable[[dict[str, npt.NDArray[Any]]], Arrays]
+) -> tuple[dict[str, npt.NDArray[Any]], dict[str, npt.NDArray[Any]]] | None:
+    """Two inputs to which a plain run, ``answer``, answers differently; None if none are found.
+
+    Without them nothing would show that a replay reads its input. Whatever ``answer`` raises passes.
+    """
+    first = inputs(signature, rows, 0)
+    told = answer(first)
+    for seed in range(1, SEEDS_MAX + 1):
+        other = inputs(signature, rows, seed)
+        if different(told, answer(other)):
+            return first, other
+    return None
 
 
 def _bits(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -317,7 +317,7 @@ def test_sizes_of_the_config_and_of_a_fixed_batch_axis_are_kept(enter: Callable[
 def test_a_batch_that_the_runtime_fails_is_that_batch_alone(enter: Callable[..., Any], tmp_path: Path) -> None:
     runtime = enter()
     bound = Bound(made_models.affine(tmp_path), max_batch_size=8)
-    runtime.faults["run"] = str(bound.backend._session._runs + 2)
+    runtime.faults["run"] = str(bound.backend._session.session._runs + 2)
     rows = rows_of(8)
     bound.fill(0, rows)
     bound.backend.start(0, 8)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from mxpool.tensors import DATATYPES, Signature, TensorSpec
-from mxpool.workers.backends.replay_check import different, inputs, is_poison, judge, poison, same
+from mxpool.workers.backends.replay_check import different, inputs, is_poison, judge, poison, same, two_inputs
 
 Array = npt.NDArray[Any]
 DTYPES = st.sampled_from(sorted(DATATYPES.values(), key=str))
@@ -152,3 +154,22 @@ def test_other_seeds_give_other_inputs() -> None:
     signature = Signature(SPECS, (), 8)
     found = [inputs(signature, 8, seed) for seed in range(6)]
     assert all(different(found[i], found[j]) for i in range(6) for j in range(i))
+
+
+def test_two_inputs_are_looked_for_until_their_answers_differ() -> None:
+    """A threshold that only wide inputs pass; then one that none passes; one input that is answered by its number."""
+    signature = Signature((TensorSpec("x", "FP32", (3,)),), (), 8)
+    asked: list[float] = []
+
+    def above(threshold: float, array: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        asked.append(float(array["x"].max()))
+        return {"y": np.maximum(array["x"] - threshold, 0)}
+
+    found = two_inputs(signature, 8, partial(above, 2))
+    assert found is not None
+    assert different(above(2, found[0]), above(2, found[1]))
+    assert max(asked) > 2
+    assert two_inputs(signature, 8, partial(above, 1e9)) is None
+    first = two_inputs(signature, 8, lambda array: array)
+    assert first is not None
+    assert (first[1]["x"] == inputs(signature, 8, 1)["x"]).all()
