@@ -91,10 +91,12 @@ class CudaSession:
         """Note that there is no graph.
 
         Raises:
-            NotServable: if one is required.
+            NotServable: if one is required; LoadFailed, which is tried again, if it was for want of memory.
         """
         if self._spec.graph == "require":
             where = f"at {failure.size} rows: " if failure.size else ""
+            if ort_session.for_want_of_memory(failure.reason):
+                raise LoadFailed(model=self._spec.name, reason=where + failure.reason)
             raise NotServable(path=self._spec.path, what="graph", name="require", reason=where + failure.reason)
         self.failure = failure
         log.info(

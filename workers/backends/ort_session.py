@@ -58,7 +58,7 @@ CONFIG_ENTRIES = frozenset(
         "session.x64quantprecision",
     }
 )
-_PASSING = re.compile("out of memory|CUDA failure|CUDA error|Failed to allocate memory")  # not the file's fault
+_NO_MEMORY = re.compile("out of memory|Failed to allocate memory|cudaErrorMemoryAllocation|STATUS_ALLOC_FAILED")
 _NODE = re.compile(r"Name:'([^']*)'")
 PROVIDER_PREFIX = "provider."  # of options that go to the execution provider
 SWITCHES = ("enable_cpu_mem_arena", "enable_mem_pattern")  # attributes of SessionOptions, booleans
@@ -69,6 +69,11 @@ LEVELS["all"] = "ORT_ENABLE_ALL"
 def one_line(error: BaseException) -> str:
     """The message of ``error`` without line breaks, at most ``REASON_CHARS_MAX`` characters."""
     return " ".join(str(error).split())[:REASON_CHARS_MAX] or type(error).__name__
+
+
+def for_want_of_memory(text: str) -> bool:
+    """True if the runtime says that a device had no memory left, which may be over at the next try."""
+    return _NO_MEMORY.search(text) is not None
 
 
 def failed_node(error: BaseException) -> str:
@@ -198,7 +203,7 @@ def open_session(runtime: Any, spec: ModelSpec, options: Any, provider_options: 
     except MemoryError:
         raise LoadFailed(model=spec.name, reason="not enough memory for the model") from None
     except Exception as error:  # noqa: BLE001 - the runtime's errors share no base but Exception
-        if _PASSING.search(str(error)):
+        if for_want_of_memory(str(error)) or "CUDA failure" in str(error):  # no call into CUDA fails for a file
             raise LoadFailed(model=spec.name, reason=one_line(error)) from None
         raise ModelInvalid(path=spec.path, reason=one_line(error)) from None
     actual = session.get_providers()

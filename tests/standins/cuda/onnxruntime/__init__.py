@@ -8,9 +8,10 @@ What it copies of the CUDA provider (../shared facts were measured on a card, se
 * a Concat of more than 32 inputs fails the capture, and the run after it succeeds without a graph;
 * options that the provider does not know are refused.
 
-``MXPOOL_STANDIN_FAULT``: ``capture:NODE`` (fails at that node), ``capture_at:SIZE``, ``silent`` (captures hold nothing
-and the run after them is plain), ``empty`` (replays compute nothing), ``blind`` (replays compute the captured run's
-answers again), ``run:N`` (the Nth run fails), ``no_provider``, ``fallback`` (the session falls back to the CPU).
+``MXPOOL_STANDIN_FAULT``: ``capture:NODE`` (fails at that node), ``capture_at:SIZE``, ``memory_at:SIZE`` (no memory to
+capture that size), ``silent`` (captures hold nothing and the run after them is plain), ``empty`` (replays compute
+nothing), ``blind`` (replays compute the captured run's answers again), ``run:N`` (the Nth run fails),
+``session_memory`` (none to open a session), ``no_provider``, ``fallback`` (the session falls back to the CPU).
 """
 
 from __future__ import annotations
@@ -135,6 +136,8 @@ class InferenceSession:
             raise Failure("provider options are strings")
         if not cuda.machine.device_is_set or cuda.machine.flags != cuda.cudaDeviceScheduleBlockingSync:
             raise Failure("the device was not made ready")
+        if "session_memory" in faults:
+            raise Failure("CUDA failure 2: out of memory ; GPU=0 ; expr=cudaMalloc(&p, size)")
         self.cpu = real.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self._providers = ["CPUExecutionProvider"] if "fallback" in faults else [name, "CPUExecutionProvider"]
         self._stream = cuda.find_stream(int(given["user_compute_stream"]))
@@ -202,6 +205,9 @@ class InferenceSession:
             return ""
 
     def _capture(self, graph_id: str, binding: _Binding) -> None:
+        if str(binding.size) == faults.get("memory_at"):
+            self._broken.add(graph_id)
+            raise Failure("CUDA failure 2: out of memory ; GPU=0 ; expr=cudaMalloc(&p, size)")
         if self._bad_node or str(binding.size) == faults.get("capture_at"):
             self._broken.add(graph_id)
             node = self._bad_node or "Reshape_1"

@@ -385,10 +385,12 @@ def test_what_is_missing_is_one_error_and_never_a_session_on_the_cpu(
         Bound(made_models.affine(tmp_path))
 
 
-def test_a_device_without_room_may_be_tried_again(enter: Callable[..., Any], tmp_path: Path) -> None:
-    enter("memory")
-    with pytest.raises(LoadFailed, match="cudaErrorMemoryAllocation") as caught:
-        Bound(made_models.affine(tmp_path))
+@pytest.mark.parametrize("fault", ["memory", "context", "session_memory", "memory_at:8"])
+def test_a_device_without_room_may_be_tried_again(enter: Callable[..., Any], tmp_path: Path, fault: str) -> None:
+    """Another process may hold the memory now, or a dead one's not be given back yet."""
+    enter(fault)
+    with pytest.raises(LoadFailed, match=r"cudaErrorMemoryAllocation|out of memory") as caught:
+        Bound(made_models.affine(tmp_path), graph="require")
     assert type(caught.value) is LoadFailed  # its subclasses mean: never as it is
 
 

@@ -5,7 +5,8 @@ what is read too early is seen. Copies need page-locked host memory here: forget
 signatures are those of cuda-bindings 13.
 
 ``MXPOOL_STANDIN_FAULT`` injects what goes wrong (several by comma): ``no_device``, ``no_driver``, ``register``
-(registration is refused), ``memory`` (no room on the device), ``lost:N`` (from the Nth waiting on, every call fails).
+(registration is refused), ``memory`` (no room on the device), ``context`` (no room for a context), ``lost:N`` (from the
+Nth waiting on, every call fails).
 """
 
 from __future__ import annotations
@@ -158,6 +159,8 @@ def cudaMalloc(size: int) -> tuple[Any, ...]:
 
 
 def cudaFree(devPtr: int) -> tuple[Any, ...]:
+    if "context" in faults and devPtr == 0:
+        return (cudaError_t.cudaErrorMemoryAllocation,)
     return (OK if devPtr == 0 else _free(devPtr, machine.device),)
 
 
