@@ -171,3 +171,12 @@ def test_a_run_that_succeeds_and_writes_nothing_fails_its_request_and_is_counted
         stats = pool.model("affine")
         assert [worker["state"] for worker in stats["workers"]] == ["ready"]
         assert stats["failed"] == 1
+
+
+def test_a_worker_whose_card_is_gone_ends_and_another_serves(tmp_path: Path) -> None:
+    with maca_pool(affine(tmp_path), "lost:60") as pool, pool.client() as client:
+        for turn in range(80):
+            given = np.full((1, 4), turn, np.float32)
+            assert (client.infer("affine", {"x": given}, retries=3)["y"] == 2 * given + 1).all()
+        assert pool.model("affine")["workers"][0]["restarts"] >= 1
+        assert "exit code 71 (the device is lost)" in pool.log()

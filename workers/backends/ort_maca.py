@@ -38,7 +38,7 @@ from mxpool.workers.backends.maca_graph import (
 )
 from mxpool.workers.backends.ort_session import one_line
 from mxpool.workers.backends.ort_signature import read_signature
-from mxpool.workers.backends.protocol import Loaded, Prepared, Ran
+from mxpool.workers.backends.protocol import DeviceLost, Loaded, Prepared, Ran
 
 log = logging.getLogger(__name__)
 
@@ -207,21 +207,33 @@ class OrtMacaBackend:
 
         Raises:
             RunFailed: with the runtime's message, or because it wrote nothing. The session can go on.
+            DeviceLost: if inputs that ran when the model was loaded do not run any more either.
         """
         slot = self._started.popleft()
         begin_us = now_us()
         try:
             self._run(slot)
         except Exception as error:  # noqa: BLE001 - the runtime's errors share no base but Exception
+            self._check_device(error)
             raise RunFailed(model=self._spec.name, reason=one_line(error)) from None
         return Ran(begin_us, now_us(), self._graph)
 
+    def _check_device(self, failed: Exception) -> None:
+        """A worker without a card fails fast, and would draw the batches of the others: it must leave."""
+        assert self._block is not None
+        self._block.fill(replay_check.inputs(self._signature, self._signature.max_rows, 0))
+        try:
+            self._runs.run(self._block.values, blank_outputs(self._signature))
+        except Exception as error:  # noqa: BLE001 - the runtime's errors share no base but Exception
+            raise DeviceLost(f"{one_line(failed)}; and what ran at start: {one_line(error)}") from None
+
     def _run(self, slot: int) -> None:
         views = self._slots[slot]
-        if not self._spec.fixed_input_buffers:
-            ort_session.run_on_copies(self._session, views.inputs, views.outputs, self._run_options)
-            return
         assert self._block is not None
+        if not self._spec.fixed_input_buffers:
+            anew = {name: array.copy() for name, array in views.inputs.items()}
+            self._runs.run(host_values(self._runtime, anew, self._spec.path), views.outputs)
+            return
         if not self._direct:
             self._block.fill(views.inputs)
         self._runs.run(self._values[slot] if self._direct else self._block.values, views.outputs)

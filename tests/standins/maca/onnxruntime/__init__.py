@@ -12,8 +12,8 @@ the same memory comes again once the last result is gone. ``OrtValue.numpy`` cop
 the CPU), ``options`` (the graph's options are unknown, as to the published source), ``capture`` (it fails, at node
 ``branch``), ``hollow`` (replays write nothing and succeed), ``blind`` (replays give the first answer again), ``copies``
 (tensors do not use the memory that they are given), ``unwritten`` (any run whose first value is 13 writes nothing and
-succeeds), ``silent`` (no run ever writes), ``off_host`` (results do not lie in host memory). Not a fault: ``follows``
-(replays read the addresses that they are given).
+succeeds), ``silent`` (no run ever writes), ``off_host`` (results do not lie in host memory), ``lost:N`` (from the Nth
+run on, every one fails). Not a fault: ``follows`` (replays read the addresses that they are given).
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ _MACA, _CPU = "MACAExecutionProvider", "CPUExecutionProvider"
 _GRAPH = ("maca_graph_switch", "maca_graph_opt_shape", "maca_graph_max_opt_batch")
 _OTHERS = {"device_id", "gpu_mem_limit", "do_copy_in_default_stream"}
 _TRIGGER = 13
+_LOST_AFTER = next((int(fault.partition(":")[2]) for fault in _FAULTS if fault.startswith("lost:")), 0)
 __version__ = _SNAPSHOT["version"]
 
 GraphOptimizationLevel = _runtime.GraphOptimizationLevel
@@ -125,6 +126,8 @@ class OrtValue:
 
 
 class InferenceSession:
+    _runs = 0
+
     def __init__(
         self,
         path_or_bytes: Any,
@@ -210,6 +213,9 @@ class InferenceSession:
 
     def _compute(self, names: Any, arrays: dict[str, Any], run_options: Any) -> tuple[bool, list[Any]]:
         """Whether anything is written, and what."""
+        InferenceSession._runs += 1
+        if _LOST_AFTER and InferenceSession._runs >= _LOST_AFTER:
+            raise RuntimeError("MACA error 719: unspecified launch failure")
         if self._fallback:
             raise AssertionError("a run that fails would be tried again on the CPU")
         read, replays = self._read(arrays), bool(self._captured)

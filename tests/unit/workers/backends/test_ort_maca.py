@@ -22,6 +22,7 @@ from mxpool.errors import LoadFailed, ModelInvalid, NotServable, ProviderUnavail
 from mxpool.messages import GRAPH_HIT, GRAPH_MISS, GRAPH_OFF
 from mxpool.shm.layout import SlotLayout
 from mxpool.workers.backends.ort_maca import OrtMacaBackend
+from mxpool.workers.backends.protocol import DeviceLost
 
 Array = npt.NDArray[Any]
 Enter = Callable[..., Any]
@@ -203,12 +204,21 @@ def test_a_build_that_does_not_know_the_graphs_options_serves_plainly_without_an
 
 def test_a_run_that_succeeds_and_writes_nothing_fails_its_batch_alone(enter: Enter, tmp_path: Path) -> None:
     enter("unwritten")
-    for graph in ("require", "off"):
-        bound = Bound(made_models.affine(tmp_path), graph=graph)
+    for graph, fixed in (("require", True), ("off", True), ("off", False)):
+        bound = Bound(made_models.affine(tmp_path), graph=graph, fixed_input_buffers=fixed)
         check_right(bound)
         with pytest.raises(RunFailed, match="reported success and wrote nothing to output 'y'"):
             bound.run(rows(2, first=13))
         check_right(bound)
+
+
+def test_a_worker_whose_card_is_gone_leaves_instead_of_failing_every_batch(enter: Enter, tmp_path: Path) -> None:
+    runtime = enter()
+    bound = Bound(made_models.affine(tmp_path))
+    check_right(bound)
+    runtime._LOST_AFTER = 1
+    with pytest.raises(DeviceLost, match="launch failure; and what ran at start: MACA error 719"):
+        bound.run(rows(2))
 
 
 def test_a_runtime_that_never_writes_is_found_at_load(enter: Enter, tmp_path: Path) -> None:
