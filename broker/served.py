@@ -237,7 +237,7 @@ class ServedModel:
             graph=messages.GRAPH_WORDS[done.graph],
             close=batch.close,
         )
-        self.counters.batch(record, batch.rows)
+        self.counters.batch(record, batch.rows, failed=done.error is not None)
         log.debug("batch %s", record)
 
     def lost(self, worker: str, started: int, now: int) -> None:

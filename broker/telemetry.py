@@ -66,14 +66,15 @@ class ModelCounters:
     oldest_queue_us: Histogram = field(default_factory=Histogram)
     last_batch: BatchRecord | None = None
 
-    def batch(self, record: BatchRecord, rows: int) -> None:
-        """Count one batch of ``rows`` placed rows."""
+    def batch(self, record: BatchRecord, rows: int, *, failed: bool = False) -> None:
+        """Count one batch of ``rows`` placed rows. Of one that failed nobody knows how far its graph came."""
         self.batches += 1
         self.batch_rows += record.batch_samples
         self.dead_rows += rows - record.batch_samples
         self.padding_rows += record.padded_batch - rows
         self.close[record.close] += 1
-        self.graph[record.graph] += 1
+        if not failed:
+            self.graph[record.graph] += 1
         self.recent_run_us.append(record.run_us)
         self.recent_queue_us.append(record.oldest_queue_us)
         self.run_us.add(record.run_us)

@@ -14,6 +14,9 @@ import standins
 from graph_storm import MODEL, RowTable, Storm, table
 from pool import Pool, soak, wait_until
 
+from mxpool import Client
+from mxpool.errors import RunFailed
+
 MAKE_MODELS = Path(__file__).parents[2] / "scripts" / "make_models"
 DEVICES = {"gpu0": {"kind": "cuda"}}
 SIZE = 32
@@ -105,6 +108,26 @@ def test_a_provider_that_is_not_there_is_an_error_and_never_the_cpu(tmp_path: Pa
         stats = wait_until(lambda: (m := pool.model("affine"))["state"] == "unavailable" and m, "the refusal")
         assert "CUDAExecutionProvider was asked for" in stats["reason"]
         assert "mxpool[cuda]" in stats["reason"]
+
+
+def test_a_batch_that_fails_is_counted_under_no_word_of_the_graph(tmp_path: Path) -> None:
+    with cuda_pool(affine(tmp_path, graph_batch_sizes=[8], max_batch_size=8), fault="run:60") as pool:
+        with pool.client() as client:
+            outcomes = [answered(client, turn) for turn in range(60)]
+        stats = pool.model("affine")
+        assert outcomes.count(False) == 1
+        assert (stats["batches"], stats["failed"]) == (60, 1)
+        assert stats["graph"] == {"hit": 59, "miss": 0, "off": 0}
+
+
+def answered(client: Client, turn: int) -> bool:
+    """True for the right answer, False if the runtime failed the batch."""
+    given = np.full((1, 4), turn, np.float32)
+    try:
+        assert (client.infer("affine", {"x": given})["y"] == 2 * given + 1).all()
+    except RunFailed:
+        return False
+    return True
 
 
 def test_a_worker_whose_device_is_lost_ends_with_a_code_of_its_own_and_another_serves(tmp_path: Path) -> None:

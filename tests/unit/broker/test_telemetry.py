@@ -27,6 +27,12 @@ def test_live_dead_and_padding_rows_add_up_to_the_rows_that_ran() -> None:
     assert (counters.close["idle"], counters.graph["hit"]) == (2, 2)
 
 
+def test_a_batch_that_failed_is_no_hit_no_miss_and_not_off() -> None:
+    counters = ModelCounters()
+    counters.batch(RECORD, 6, failed=True)
+    assert (counters.batches, counters.graph) == (1, {"hit": 0, "miss": 0, "off": 0})
+
+
 def test_stats_can_be_packed_and_hold_every_outcome_from_the_start() -> None:
     counters = ModelCounters()
     empty = counters.to_wire()
