@@ -147,6 +147,7 @@ class Control:
                 "queue": model.config.queue,
                 "fixed_input_buffers": model.config.fixed_input_buffers,
             },
+            "queue": "per_worker" if model.core.limits.per_worker else "shared",
             "queue_depth": model.core.depth,
             "slots": len(model.core.slots),
             "free_slots": model.core.slots.free_count,

@@ -92,7 +92,8 @@ def _prepare(link: Link, spec: ModelSpec, environment: MutableMapping[str, str])
         segment = Segment(fd, layout.size_bytes)
         prepared = _bind(backend, layout, segment)
         bound = Bound(layout.slots, prepared.sizes)
-        report = {"graph": "off", **prepared.report, "bind_us": now_us() - begin_us}
+        report = {"graph": "off", "fixed_inputs": spec.fixed_input_buffers, **prepared.report}
+        report["bind_us"] = now_us() - begin_us
         sizes = list(prepared.sizes)
         link.send(messages.encode(messages.READY, in_flight=backend.in_flight, sizes=sizes, report=report))
     except (LoadFailed, LinkClosed, DeviceLost, _Stopped):

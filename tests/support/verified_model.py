@@ -90,14 +90,16 @@ class VerifiedModel:
     def _stats(self) -> dict[str, Any]:
         ran = self.ran.get(MODEL, 0)
         sizes = [1, 8, 16] if self.graph else [1, 2, 4, 8, 16]
-        report: dict[str, Any] = {"graph": "off", "sizes": sizes}
+        asked = {"graph": "prefer", "queue": "shared", "fixed_input_buffers": True, **self.config}
+        report: dict[str, Any] = {"graph": "off", "sizes": sizes, "fixed_inputs": asked["fixed_input_buffers"]}
         if self.graph:
             report |= {"graph": "on", "graph_setting": "prefer", "graph_sizes": sizes, "graph_failure": {}}
         count = self.workers if self.busy is None else self.busy
         return {
             "state": self.state,
             "received": ran,
-            "config": {"graph": "prefer", "queue": "shared", "fixed_input_buffers": True, **self.config},
+            "config": asked,
+            "queue": asked["queue"],
             "graph": {"hit": ran if self.graph and self.replays else 0, "miss": 0, "off": 0},
             "run_us": {"buckets": self.histogram.to_wire()},
             "workers": [

@@ -203,9 +203,12 @@ def test_a_model_that_drains_is_not_judged() -> None:
     assert "shutting" in str(told)
 
 
-def flags(report: dict[str, Any], workers: int = 1, **config: Any) -> dict[str, Outcome]:
-    told = [{"worker": f"r-{number}", "state": "ready", "report": report} for number in range(workers)]
-    stats = {"config": {"graph": "prefer", "queue": "shared", "fixed_input_buffers": True, **config}, "workers": told}
+def flags(report: dict[str, Any], workers: int = 1, queue: str = "", **config: Any) -> dict[str, Outcome]:
+    """``queue`` and a report's ``fixed_inputs`` are as asked for, unless they are given."""
+    asked = {"graph": "prefer", "queue": "shared", "fixed_input_buffers": True, **config}
+    actual = {"fixed_inputs": asked["fixed_input_buffers"], **report}
+    told = [{"worker": f"r-{number}", "state": "ready", "report": actual} for number in range(workers)]
+    stats = {"config": asked, "queue": queue or asked["queue"], "workers": told}
     return {outcome.check: outcome for outcome in startup_flags.check(stats)}
 
 
@@ -250,7 +253,17 @@ def test_a_graph_over_inputs_that_are_not_fixed_fails() -> None:
     assert flags(ON, fixed_input_buffers=False)["fixed_inputs"].result is Result.FAILED
     assert flags({"graph": "off"}, fixed_input_buffers=False)["fixed_inputs"].detail == "fixed_inputs=0"
     assert flags({"graph": "on", "host": "copied"})["fixed_inputs"].detail == "fixed_inputs=1"
-    assert flags({}, queue="per_worker")["queue_shared"].detail == "queue_shared=0"
+
+
+def test_a_switch_that_does_nothing_is_found() -> None:
+    both = {"config": {"queue": "per_worker"}, "queue": "shared"}
+    found = flags({}, queue="per_worker")["queue_shared"]
+    assert (found.result, found.detail) == (Result.FAILED, "queue_shared=0")
+    workers = [{"worker": "r-0", "state": "ready", "report": {"fixed_inputs": True}}]
+    ignored = {one.check: one for one in startup_flags.check({**both, "workers": workers})}["queue_shared"]
+    assert (ignored.result, ignored.compared, ignored.detail) == (Result.FAILED, "asked 0", "queue_shared=1")
+    kept = flags({"fixed_inputs": True}, fixed_input_buffers=False)["fixed_inputs"]
+    assert (kept.result, kept.detail) == (Result.FAILED, "not so in r-0")
 
 
 def test_a_model_without_a_ready_worker_fails_with_its_reason() -> None:

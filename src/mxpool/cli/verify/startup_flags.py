@@ -24,24 +24,30 @@ def check(stats: Mapping[str, Any]) -> Iterator[Outcome]:
     fixed = bool(config.get("fixed_input_buffers", True))
     yield _fixed_inputs(fixed, workers)
     yield _graph(str(config.get("graph", "prefer")) if fixed else "off", workers)
-    shared = config.get("queue", "shared") == "shared"
+    asked, shared = config.get("queue", "shared") == "shared", stats.get("queue") == "shared"
     yield Outcome(
         check="queue_shared",
-        compared=f"asked {int(shared)}",
-        result=Result.OK,
+        compared=f"asked {int(asked)}",
+        result=Result.OK if asked == shared else Result.FAILED,
         detail=f"queue_shared={int(shared)}",
         figures={"queue_shared": shared},
     )
 
 
 def _fixed_inputs(fixed: bool, workers: list[dict[str, Any]]) -> Outcome:
-    """A worker that replays has fixed inputs: without them a graph reads memory that is not there any more."""
+    """As every worker says; without them none replays, since a graph would read memory that is not there any more."""
+    others = [worker["worker"] for worker in workers if worker.get("report", {}).get("fixed_inputs") is not fixed]
     replaying = [] if fixed else [worker["worker"] for worker in workers if graph_is_on(worker)]
+    detail = f"fixed_inputs={int(fixed)}"
+    if others:
+        detail = f"not so in {', '.join(others)}"
+    elif replaying:
+        detail = f"a graph is on in {', '.join(replaying)}"
     return Outcome(
         check="fixed_inputs",
         compared=f"asked {int(fixed)}",
-        result=Result.FAILED if replaying else Result.OK,
-        detail=f"a graph is on in {', '.join(replaying)}" if replaying else f"fixed_inputs={int(fixed)}",
+        result=Result.FAILED if others or replaying else Result.OK,
+        detail=detail,
         figures={"fixed_inputs": fixed},
     )
 
