@@ -17,6 +17,7 @@ from mxpool.errors import Rejected, UnknownModel
 from mxpool.histogram import Histogram
 from mxpool.tensors import Signature, TensorSpec
 
+LEARNED = 4 * (1 + 2 + 4 + 8 + 16)  # requests by which a check learns four blocks at every batch size
 MODEL, PLAIN = "ranking", "ranking@plain"
 WIDE = Signature((TensorSpec("x", "FP32", (4,)),), (TensorSpec("y", "FP32", (4,)),), 16)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from verified_model import MODEL, Answer, Call, VerifiedModel, right
+from verified_model import LEARNED, MODEL, Answer, Call, VerifiedModel, right
 
 from mxpool.cli.surroundings import Arrays
 from mxpool.cli.verify.outcome import Outcome, Result
@@ -61,7 +61,7 @@ def failing(number: int) -> Answer:
 
 
 def test_one_error_fails_it_and_the_load_goes_on() -> None:
-    soak, found = soaked(VerifiedModel(failing(50)))
+    soak, found = soaked(VerifiedModel(failing(LEARNED + 50)))
     told = found["soak answers"]
     assert told.result is Result.FAILED
     assert told.figures["errors"] == {"queue_full": 1}
@@ -72,7 +72,7 @@ def test_one_error_fails_it_and_the_load_goes_on() -> None:
 def test_one_wrong_answer_fails_it() -> None:
     def answer(call: Call) -> Arrays:
         found = right(call)
-        found["y"][0, 0] += call.number == 50
+        found["y"][0, 0] += call.number == LEARNED + 50
         return found
 
     _, found = soaked(VerifiedModel(answer))
@@ -81,7 +81,7 @@ def test_one_wrong_answer_fails_it() -> None:
 
 def test_a_broker_that_refuses_everything_is_not_asked_for_ever() -> None:
     def answer(call: Call) -> Arrays:
-        if call.number > 10:
+        if call.number > LEARNED + 10:
             raise FULL
         return right(call)
 
@@ -91,7 +91,7 @@ def test_a_broker_that_refuses_everything_is_not_asked_for_ever() -> None:
 
 def test_a_broker_that_is_gone_ends_it() -> None:
     def answer(call: Call) -> Arrays:
-        if call.number > 10:
+        if call.number > LEARNED + 10:
             raise BrokerLost(endpoint="ipc:///x", reason="gone")
         return right(call)
 
@@ -103,7 +103,7 @@ def test_a_worker_that_was_started_again_fails_it() -> None:
     class Restarting(VerifiedModel):
         def status(self) -> dict[str, object]:
             found = super().status()
-            found["models"][MODEL]["workers"][0]["restarts"] = int(self.calls > 100)
+            found["models"][MODEL]["workers"][0]["restarts"] = int(self.calls > LEARNED + 100)
             return found
 
     _, found = soaked(Restarting())

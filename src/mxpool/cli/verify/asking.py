@@ -8,10 +8,8 @@ from typing import Any
 
 from mxpool.cli.surroundings import Arrays, Calls
 from mxpool.cli.verify.difference import Noise, difference, worst
-from mxpool.cli.verify.material import part
 
 RUNS = 3
-WINDOWS = 16  # of each batch size
 
 
 @dataclass(slots=True)
@@ -57,14 +55,6 @@ class Asked:
         """How far the answers to one request, asked some times, are from each other."""
         first = self.infer(request)
         return Noise(worst(difference(first, self.infer(request)) for _ in range(RUNS - 1)).relative)
-
-    def measure_sizes(self, request: Arrays, rows: int) -> float:
-        """How far the rows of ``request`` (``rows`` of them) are from themselves at smaller batch sizes, relative."""
-        whole = self.infer(request)
-        smaller = [size for size in sizes_of(self.workers()) if size < rows]
-        windows = [(at, at + size) for size in smaller for at in range(0, rows - size + 1, max(rows // WINDOWS, size))]
-        parts = (difference(part(whole, *cut), self.infer(part(request, *cut)), whole) for cut in windows)
-        return worst(parts).relative
 
 
 def graph_is_on(worker: dict[str, Any]) -> bool:

@@ -13,7 +13,6 @@ from mxpool.cli.verify.outcome import Outcome, Result
 INPUTS, MIXED = 100, 12
 FEW = 7
 REPEAT_MAX = 1e-3  # of an output's largest value: more is no rounding
-SIZES_MAX = 1e-2  # the same between batch sizes; TF32 keeps 10 bits, and errors add up
 
 
 def check_repeat(asked: Asked, material: Material) -> Outcome:
@@ -28,16 +27,13 @@ def check_repeat(asked: Asked, material: Material) -> Outcome:
         detail = f"answers differ by {noise.relative:.3g} of the largest value: random operators, or wrong answers"
     if noise.relative > REPEAT_MAX:
         noise = Noise()  # what is wrong is no measure for the rest
-    if material.signature.batched:
-        sizes = asked.measure_sizes(material.request(material.rows_max), material.rows_max)
-        noise = Noise(noise.relative, sizes if sizes <= SIZES_MAX else 0.0)
     asked.noise = noise
     return Outcome(
         check="repeat",
         compared=f"one request of {material.rows_max} rows, 3 times",
         result=result,
         detail=detail,
-        figures={"noise": measured.relative, "noise_between_sizes": noise.sizes},
+        figures={"noise": measured.relative},
     )
 
 

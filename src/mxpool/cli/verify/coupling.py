@@ -32,8 +32,8 @@ def check(asked: Asked, material: Material) -> Outcome:
     found = {name: _first_rows(asked, variant, base, rows) for name, variant in variants.items()}
     same_size = worst(one for one in found.values() if one is not None)
     alone = difference(base, asked.infer(mine))
-    coupled, by_size = not asked.noise.close(same_size), not asked.noise.rounded(alone)
-    asked.coupled = coupled or by_size
+    coupled, by_size = not asked.noise.close(same_size), not asked.noise.close(alone)
+    asked.coupled = coupled
     return _judged(compared, found, alone, coupled=coupled, by_size=by_size)
 
 

@@ -103,14 +103,9 @@ def worst(differences: Iterable[Difference]) -> Difference:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """How far two runs of one request are from each other: what no comparison can hold against an answer.
-
-    ``sizes``: how far the same rows are when they run at other batch sizes, where other kernels may compute them. With
-    TF32, the default on CUDA, that is more than CLOSE.
-    """
+    """How far two runs of one request are from each other: what no comparison can hold against an answer."""
 
     relative: float = 0.0
-    sizes: float = 0.0
 
     def equal(self, found: Difference) -> bool:
         """True if ``found`` is none, or at most twice the noise."""
@@ -119,10 +114,6 @@ class Noise:
     def close(self, found: Difference) -> bool:
         """True if ``found`` may be due to another place in a batch of the same size."""
         return self.equal(found) or found.relative <= found.close
-
-    def rounded(self, found: Difference) -> bool:
-        """True if ``found`` may be due to another batch size as well."""
-        return self.close(found) or found.relative <= 4 * self.sizes
 
 
 def rows_of_answer(answer: Mapping[str, Array], start: int, stop: int) -> Arrays:
