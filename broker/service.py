@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import secrets
-import select
 import signal
 from functools import partial
 from types import FrameType
@@ -38,7 +37,6 @@ BUSY_TIMER_US = 1_000  # under load, when nothing waits, timers are looked at th
 OUTBOX_RETRY_US = 5_000  # ROUTER does not tell when a slow client has room again
 ABANDON_US = 10_000_000  # a worker that is still there 5 s after its SIGKILL hangs in the kernel
 BEAT_MAX_S = 10.0  # links that say nothing, and listeners that rest, are looked at this often
-SETTLE_S = 0.05  # from the last answer to the end of connections: a client's libzmq can lose what it reads with the end
 FAREWELL_US = 1_000_000  # at the end, how long answers may still wait for slow clients
 
 
@@ -274,8 +272,6 @@ class Broker:
 
     def close(self) -> None:
         """Take everything apart; every worker is dead."""
-        if self._stopping_workers:
-            select.select([], [], [], SETTLE_S)
         self._door.close()
         self.front.close(FAREWELL_US // 1000 if self._stopping_workers else 0)
         self._context.term()  # sends what libzmq still holds; removes the ipc path, before the lock is given up

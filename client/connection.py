@@ -82,13 +82,6 @@ class Connection:
         except zmq.ZMQError as error:
             raise self.lost(f"nothing can be sent: {error}") from None
 
-    def await_writable(self, wait_us: int) -> None:
-        """Wait until the DEALER is connected, or ``wait_us`` have passed, or the broker is gone."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLOUT)
-        poller.register(self._monitor if self._link is None else self._link.fileno(), zmq.POLLIN)
-        poller.poll(max(wait_us, 0) // 1000)
-
     def readable(self) -> bool:
         """True if ``receive`` has something."""
         events: Any = self._socket.getsockopt(_EVENTS)
@@ -104,6 +97,8 @@ class Connection:
             return True
         if wait_us <= 0:
             return False
+        if self._monitor is not None:
+            self.check()  # its descriptor tells only of what comes after a look
         self._poll.poll(-(-min(wait_us, WAIT_MAX_US) // 1000))
         if self.readable():
             return True

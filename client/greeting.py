@@ -16,6 +16,7 @@ from mxpool.errors import BrokerLost, DeadlineExceeded, MalformedMessage, MxPool
 from mxpool.shm.link import Link, LinkClosed, link_path
 
 CONNECT_MAX_S = 1.0  # a broker on this host welcomes within milliseconds
+NEVER_MS = 2**30 - 1  # libzmq adds up to as much again at random, in 32 bits
 TCP_HEARTBEAT_MS = 10_000
 HELLO_ID = 1  # the first request of every connection
 
@@ -64,10 +65,11 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, wakeup: Wak
 def _dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.DEALER)
     socket.linger = 0  # a program that ends does not wait for a broker that is gone
-    socket.immediate = True  # nothing is queued for a peer that never was there
     socket.sndhwm = 0  # bounded by what is in flight; a full pipe would otherwise look like a lost broker
     socket.rcvhwm = 0  # the broker's outbox is the limit
-    socket.reconnect_ivl = -1
+    # Never again, by a time in days: the proper value, -1, and "immediate" end the pipe with the connection, and so
+    # lose answers that were received and not yet taken (libzmq 4.3.5, session_base.cpp, reconnect).
+    socket.reconnect_ivl = NEVER_MS
     monitor = None
     if endpoint.startswith("tcp://"):
         socket.heartbeat_ivl = TCP_HEARTBEAT_MS
@@ -92,7 +94,6 @@ def _welcome(link: Link, timeout_s: float) -> dict[str, Any]:
 def _introduce(connection: Connection, token: bytes, end_s: float) -> None:
     """Say HELLO and read the REPLY: the link and the DEALER are one client from now on."""
     extensions = {"token": token} if token else {}
-    connection.await_writable(_left_us(end_s))
     connection.send(wire.encode_request(wire.HELLO, HELLO_ID, extensions=extensions))
     while not connection.wait(_left_us(end_s)):
         if time.monotonic() >= end_s:

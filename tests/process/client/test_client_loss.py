@@ -7,10 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import zmq
 from client_rig import LOST_MAX_S, frame, frames, free_port, running
 from fake_broker import FakeBroker, Received
 
 from mxpool import Client, wire
+from mxpool.client import greeting
 from mxpool.errors import BrokerLost, DeadlineExceeded
 
 
@@ -119,3 +121,26 @@ def test_another_broker_means_other_metadata(endpoint: str) -> None:
         with FakeBroker(endpoint) as second:
             client.infer("sum", frame(1))
             assert second.controls == [("metadata", "sum")]
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_an_answer_that_came_with_the_end_of_the_connection_can_still_be_read(tmp_path: Path, kind: str) -> None:
+    """All that a broker said before its end lies in the client's socket when the client looks there next."""
+    endpoint = f"ipc://{tmp_path}/e.sock" if kind == "ipc" else f"tcp://127.0.0.1:{free_port()}"
+    theirs, ours = zmq.Context(), zmq.Context()
+    try:
+        router = theirs.socket(zmq.ROUTER)
+        router.bind(endpoint)
+        dealer = greeting._dealer(ours, endpoint)
+        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        dealer.send(b"request")
+        identity, _ = router.recv_multipart()
+        router.send_multipart([identity, b"answer"])
+        router.close(5_000)
+        theirs.term()
+        assert monitor.poll(5_000), "the end of the connection"
+        assert dealer.poll(1_000), "the answer"
+        assert dealer.recv(zmq.NOBLOCK) == b"answer"
+    finally:
+        theirs.destroy(linger=0)
+        ours.destroy(linger=0)
