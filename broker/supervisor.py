@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from mxpool.tensors import Signature
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_US = 5_000_000
+CAPTURES_MAX = 2  # tries that may each take the device down before a graph that is only preferred is given up
 BOOTING = ("starting", "loading", "loaded", "binding")
 
 
@@ -158,13 +160,18 @@ class Supervisor:
             self._loop.remove(fd)
         self._drain_completions(worker)
         started = worker.started_sequence()
-        stopping = worker.state == "stopping"
+        state = worker.state
         code = worker.bury()
         worker.served.lost(worker.name, started, now)
-        if stopping:
+        if state == "stopping":
             log.info("worker stopped worker=%s", worker.name)
             return
         reason = worker.failure or describe_exit(code, worker.stderr)
+        if code == messages.EXIT_DEVICE_LOST and state == "binding":
+            worker.lost_in_bind += 1
+            if worker.lost_in_bind >= CAPTURES_MAX and worker.spec.graph == "prefer":
+                why = f"capturing took the device down {worker.lost_in_bind} times: {reason}"
+                worker.spec = replace(worker.spec, graph_lost=why)
         worker.life.died(now, reason, worker.cannot_boot or code == messages.EXIT_CANNOT_BOOT)
         log.warning("worker died worker=%s code=%d reason=%s", worker.name, code, reason)
         self._judge(worker.served)
@@ -254,6 +261,7 @@ class Supervisor:
             raise errors.MalformedMessage(reason=f"READY with {in_flight} in flight, sizes {sizes}")
         worker.state = "ready"
         worker.life.ready()
+        worker.lost_in_bind = 0
         worker.report.update(report, sizes=list(sizes), in_flight=in_flight)
         served.report = worker.report
         served.unavailable = ""

@@ -44,6 +44,7 @@ class WorkerProcess:
         self.started_us = 0
         self.kill_at_us: int | None = None
         self.batches = 0
+        self.lost_in_bind = 0
         self.report: dict[str, Any] = {}
         self.stderr: deque[str] = deque(maxlen=STDERR_LINES)
         self._partial = b""

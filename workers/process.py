@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 EXIT_STOPPED = 0
 EXIT_SICK = 70  # EX_SOFTWARE of sysexits.h: start another one, with back-off
-EXIT_DEVICE_LOST = 71  # EX_OSERR: the same, and the process must end without another call into its runtime
 _CANNOT_BOOT = (ModelInvalid, NotServable, ProviderUnavailable)
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "MACA_VISIBLE_DEVICES")
 
@@ -55,7 +54,7 @@ def run_worker(link: Link, environment: MutableMapping[str, str]) -> int:
     except DeviceLost as error:
         log.error("device is lost: %s", error)
         _kept.append(error)
-        return EXIT_DEVICE_LOST
+        return messages.EXIT_DEVICE_LOST
     except Exception:
         log.exception("worker is sick")
         return EXIT_SICK

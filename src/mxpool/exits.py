@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 
-MEANINGS = {71: "the device is lost"}  # of a worker's own exit codes, where the number tells nothing
+from mxpool.messages import EXIT_DEVICE_LOST
+
+MEANINGS = {EXIT_DEVICE_LOST: "the device is lost"}  # of a worker's own exit codes, where the number tells nothing
 
 
 def exit_words(code: int) -> str:

@@ -32,6 +32,7 @@ DONE = 7  # worker → broker, fixed
 STOP = 8  # broker → worker {}: finish what is started, unload, exit 0
 LOAD_FAILED = 9  # worker → broker {code, message, fields, cannot_boot}; the worker exits
 EXIT_CANNOT_BOOT = 78  # EX_CONFIG of sysexits.h, after LOAD_FAILED: the same file and config will fail again
+EXIT_DEVICE_LOST = 71  # EX_OSERR: the device is lost to this process; the next may have it
 WELCOME = 20  # broker → client {epoch, token, version, arenas}
 REFUSED = 25  # broker → client {code, message, fields}, then end of file: too many clients
 ARENA = 21  # client → broker {size}; descriptor: a shrink-sealed memfd

@@ -14,7 +14,8 @@ class ModelSpec:
 
     ``dims`` fixes open dims: input name to the dims of one row. ``sizes`` are the batch sizes to prepare, ascending,
     the last one ``max(max_batch_size, 1)``; ``graph_sizes`` those where a device graph is replayed, empty for the
-    backend's own choice. ``options`` are the backend's own, as strings or numbers.
+    backend's own choice. ``graph_lost``: why none is tried although ``graph`` prefers one: trying took the device down.
+    ``options`` are the backend's own, as strings or numbers.
     """
 
     name: str
@@ -27,6 +28,7 @@ class ModelSpec:
     graph_sizes: tuple[int, ...] = ()
     dims: dict[str, tuple[int, ...]] = field(default_factory=dict)
     graph: str = "prefer"
+    graph_lost: str = ""
     fixed_input_buffers: bool = True
     threads: int = 1
     options: dict[str, Any] = field(default_factory=dict)

@@ -148,6 +148,17 @@ def test_a_device_that_is_lost_while_graphs_are_captured_is_told_as_such(tmp_pat
         assert died.startswith("exit code 71 (the device is lost)")
 
 
+def test_a_capture_that_takes_the_device_down_is_tried_twice_and_then_served_plain(tmp_path: Path) -> None:
+    with cuda_pool(affine(tmp_path), fault="deadly") as pool:
+        ask(pool)
+        stats = pool.model("affine")
+        assert stats["graph"] == {"hit": 0, "miss": 1, "off": 0}
+        (worker,) = stats["workers"]
+        assert worker["restarts"] == 2
+        assert worker["report"]["graph_setting"] == "prefer"
+        assert "took the device down 2 times: exit code 71" in worker["report"]["graph_failure"]["reason"]
+
+
 def test_replays_of_random_batches_equal_plain_runs_while_workers_are_killed(ranking: str, rows: RowTable) -> None:
     with cuda_pool({MODEL: table(ranking, SIZE, graph="require", load_timeout_ms=60_000)}) as pool:
         storm = Storm(pool, rows, rows_max=SIZE)

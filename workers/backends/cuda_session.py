@@ -67,7 +67,9 @@ class CudaSession:
         Raises:
             LoadFailed: one of its kinds; NotServable if a graph is required and the runtime takes none.
         """
-        if self._spec.graph == "off":
+        if self._spec.graph == "off" or self._spec.graph_lost:
+            if self._spec.graph_lost:
+                self._fail(GraphFailure(0, "", self._spec.graph_lost))
             self.session = self._with_graph("0")
             return
         try:

@@ -11,7 +11,8 @@ What it copies of the CUDA provider (../shared facts were measured on a card, se
 ``MXPOOL_STANDIN_FAULT``: ``capture:NODE`` (fails at that node), ``capture_at:SIZE``, ``memory_at:SIZE`` (no memory to
 capture that size), ``silent`` (captures hold nothing and the run after them is plain), ``empty`` (replays compute
 nothing), ``blind`` (replays compute the captured run's answers again), ``run:N`` (the Nth run fails),
-``session_memory`` (none to open a session), ``no_provider``, ``fallback`` (the session falls back to the CPU).
+``session_memory`` (none to open a session), ``deadly`` (a capture loses the device), ``no_provider``, ``fallback`` (the
+session falls back to the CPU).
 """
 
 from __future__ import annotations
@@ -205,6 +206,9 @@ class InferenceSession:
             return ""
 
     def _capture(self, graph_id: str, binding: _Binding) -> None:
+        if "deadly" in faults:
+            cuda.machine.lost = True
+            raise Failure("CUDA failure 700: an illegal memory access was encountered")
         if str(binding.size) == faults.get("memory_at"):
             self._broken.add(graph_id)
             raise Failure("CUDA failure 2: out of memory ; GPU=0 ; expr=cudaMalloc(&p, size)")
