@@ -3,7 +3,7 @@
     bare_graphs MODEL [ROWS]          (needs a GPU, onnxruntime-gpu and cuda-bindings; imports nothing of mxpool)
 
 One session, one stream, two captured graphs with buffers of their own, page-locked host memory, blocking events: a
-batch is the copies in, the replay, the copies out and one event. Reads a line ``KIND SECONDS`` from stdin, answers with
+batch is one copy in, the replay, one copy out and one event. Reads a line ``KIND SECONDS`` from stdin, answers with
 a line of JSON, until the end of stdin. Kinds: ``alone`` (one batch after another: p50 in us), ``pair`` (the second is
 queued while the first runs: samples a second and cores), ``plain`` (no graph, alone).
 """
@@ -22,6 +22,7 @@ import onnxruntime
 from cuda.bindings import runtime as cuda  # type: ignore[import-not-found]
 
 LANES = 2
+PAGE_BYTES = 4096
 
 
 def call(name: str, *arguments: Any) -> Any:
@@ -79,6 +80,18 @@ class Bare:
         return (count + 1) * self.rows / (now - begin), (time.process_time() - cpu) / (now - begin)
 
 
+class Block:
+    """Tensors side by side, each on pages of its own, in page-locked and in device memory: one copy takes them all."""
+
+    def __init__(self, tensors: list[tuple[str, tuple[int, ...]]]) -> None:
+        self.offsets: list[int] = []
+        self.size = 0
+        for _, shape in tensors:
+            self.offsets.append(self.size)
+            self.size += -(-4 * int(np.prod(shape)) // PAGE_BYTES) * PAGE_BYTES
+        self.host, self.device = call("cudaHostAlloc", self.size, 0), call("cudaMalloc", self.size)
+
+
 class Lane:
     """Buffers, a captured graph and an event."""
 
@@ -87,20 +100,15 @@ class Lane:
         self.binding = bare.session.io_binding()
         self.event = call("cudaEventCreateWithFlags", cuda.cudaEventBlockingSync | cuda.cudaEventDisableTiming)
         rng = np.random.default_rng(number)
-        self.inputs: list[tuple[int, int, int]] = []
-        self.outputs: list[tuple[int, int, int]] = []
-        for node in bare.session.get_inputs():
-            values = rng.random((bare.rows, *node.shape[1:]), dtype=np.float32)
-            host, device = call("cudaHostAlloc", values.nbytes, 0), call("cudaMalloc", values.nbytes)
-            ctypes.memmove(host, values.ctypes.data, values.nbytes)
-            self.binding.bind_input(node.name, "cuda", 0, np.float32, values.shape, device)
-            self.inputs.append((device, host, values.nbytes))
-        for node in bare.session.get_outputs():
-            shape = (bare.rows, *node.shape[1:])
-            count = 4 * int(np.prod(shape))
-            host, device = call("cudaHostAlloc", count, 0), call("cudaMalloc", count)
-            self.binding.bind_output(node.name, "cuda", 0, np.float32, shape, device)
-            self.outputs.append((host, device, count))
+        inputs = [(node.name, (bare.rows, *node.shape[1:])) for node in bare.session.get_inputs()]
+        outputs = [(node.name, (bare.rows, *node.shape[1:])) for node in bare.session.get_outputs()]
+        self.given, self.made = Block(inputs), Block(outputs)
+        values = rng.random(self.given.size // 4, dtype=np.float32)
+        ctypes.memmove(self.given.host, values.ctypes.data, values.nbytes)
+        for (name, shape), offset in zip(inputs, self.given.offsets, strict=True):
+            self.binding.bind_input(name, "cuda", 0, np.float32, shape, self.given.device + offset)
+        for (name, shape), offset in zip(outputs, self.made.offsets, strict=True):
+            self.binding.bind_output(name, "cuda", 0, np.float32, shape, self.made.device + offset)
         self.replay = run_options(number + 1, queue_only=True)
         self.plain = run_options(-1, queue_only=True)
         bare.session.run_with_iobinding(self.binding, run_options(-1, queue_only=False))
@@ -109,11 +117,10 @@ class Lane:
     def start(self, *, plain: bool = False) -> None:
         """Queue a batch."""
         stream, kind = self.bare.stream, cuda.cudaMemcpyKind
-        for device, host, count in self.inputs:
-            cuda.cudaMemcpyAsync(device, host, count, kind.cudaMemcpyHostToDevice, stream)
+        given, made = self.given, self.made
+        cuda.cudaMemcpyAsync(given.device, given.host, given.size, kind.cudaMemcpyHostToDevice, stream)
         self.bare.session.run_with_iobinding(self.binding, self.plain if plain else self.replay)
-        for host, device, count in self.outputs:
-            cuda.cudaMemcpyAsync(host, device, count, kind.cudaMemcpyDeviceToHost, stream)
+        cuda.cudaMemcpyAsync(made.host, made.device, made.size, kind.cudaMemcpyDeviceToHost, stream)
         cuda.cudaEventRecord(self.event, stream)
 
     def wait(self) -> None:
