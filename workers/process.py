@@ -134,11 +134,13 @@ def _expect(link: Link, kind: int) -> tuple[dict[str, Any], int]:
 def set_device(spec: ModelSpec, environment: MutableMapping[str, str]) -> None:
     """Show the runtimes one device, or none to a CPU worker; call it before any of them is imported.
 
-    Where the service itself sees only some devices, ``device_index`` counts among those.
+    Where the service itself sees only some devices, ``device_index`` counts among those. They are in the order of their
+    PCI addresses, as NVML and nvidia-smi have them, and not the fastest first.
 
     Raises:
         ProviderUnavailable: if the service may not see that device.
     """
+    environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     for variable in _VISIBLE:
         visible = environment.get(variable, "")
         listed = [device.strip() for device in visible.split(",") if device.strip()]
