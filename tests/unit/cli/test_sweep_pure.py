@@ -129,6 +129,8 @@ def test_where_no_result_can_be_written_nothing_is_started(tmp_path: Path) -> No
         planned(tmp_path, "a", csv=tmp_path / "none" / "x.csv")
     with pytest.raises(BadSource, match="Is a directory"):
         planned(tmp_path, "a", csv=tmp_path)
+    with pytest.raises(BadSource, match="more than 10,000,000 requests"):
+        planned(tmp_path, "a", rate=1e12)
 
 
 def test_a_picture_without_matplotlib_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

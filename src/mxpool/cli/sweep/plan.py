@@ -57,6 +57,9 @@ class Plan:
         return self.config.devices[self.device].kind
 
 
+ARRIVALS_MAX = 10_000_000  # each client holds the times of its share, 8 bytes each
+
+
 def plan(model: str, flags: Flags, traffic: Traffic, environ: Mapping[str, str]) -> Plan:
     """Read the config and combine the axes. ``model`` may be the first axis, where the config has one model only.
 
@@ -71,6 +74,8 @@ def plan(model: str, flags: Flags, traffic: Traffic, environ: Mapping[str, str])
     for path in (flags.csv, flags.plot):
         if path is not None:
             _check_writable(path)
+    if flags.rate is not None and flags.rate * traffic.seconds > ARRIVALS_MAX:
+        raise BadSource(f"--rate {flags.rate:g} for {traffic.seconds:g} s are more than {ARRIVALS_MAX:,} requests")
     if flags.plot is not None:
         picture.check_possible()
     table = config.models[name]
