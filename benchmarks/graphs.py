@@ -25,7 +25,7 @@ from types import TracebackType
 import psutil
 from broker import RunningBroker
 from rich.console import Console
-from rich.table import Table
+from tables import Target, show_figures, show_targets
 
 import mxpool
 from mxpool.cli.sweep.clients import Clients, Load
@@ -179,7 +179,7 @@ def ratio(samples: Samples, above: str, below: str) -> float:
     return float(median(one / two for one, two in zip(samples[above], samples[below], strict=True)))
 
 
-def poisson_lines(samples: Samples, rows: int, clients: int) -> list[tuple[str, float, str, float | None]]:
+def poisson_lines(samples: Samples, rows: int, clients: int) -> list[Target]:
     """How a load at random times went, for requests of ``rows`` rows."""
     label, full = f"Poisson, {rows} rows", f"{clients} clients, {rows} rows"
     waits = ratio(samples, f"{label} queue_us_p99", f"{label} run_us_p50")
@@ -190,7 +190,7 @@ def poisson_lines(samples: Samples, rows: int, clients: int) -> list[tuple[str, 
     ]
 
 
-def targets(samples: Samples) -> list[tuple[str, float, str, float | None]]:
+def targets(samples: Samples) -> list[Target]:
     """What was promised: the words, the figure, the comparison, the bound (None: only told)."""
 
     def mid(name: str) -> float:
@@ -219,20 +219,6 @@ def targets(samples: Samples) -> list[tuple[str, float, str, float | None]]:
     ]
 
 
-def show(samples: Samples, console: Console) -> None:
-    """Every figure, then the targets."""
-    figures = Table("figure", "median", "min", "max", title="figures")
-    for name, values in samples.items():
-        figures.add_row(name, *(f"{value:,.3f}" for value in (median(values), min(values), max(values))))
-    console.print(figures)
-    promised = Table("target", "measured", "must be", "", title="targets")
-    for words, value, comparison, bound in targets(samples):
-        held = bound is not None and (value >= bound if comparison == ">=" else value <= bound)
-        word = "" if bound is None else "held" if held else "MISSED"
-        promised.add_row(words, f"{value:,.3f}", "" if bound is None else f"{comparison} {bound:,}", word)
-    console.print(promised)
-
-
 def main() -> None:
     """Run, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -258,7 +244,8 @@ def main() -> None:
             print(f"repeat {number + 1}/{asked.repeats} {time.monotonic() - begin:.0f} s", file=sys.stderr)
     console = Console(width=120)
     console.print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores")
-    show(bench.samples, console)
+    show_figures(bench.samples, console)
+    show_targets(targets(bench.samples), console)
     if asked.json:
         Path(asked.json).write_text(json.dumps(bench.samples))
 

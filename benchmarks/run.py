@@ -17,7 +17,7 @@ from statistics import median
 import cases
 from broker import RunningBroker
 from rich.console import Console
-from rich.table import Table
+from tables import Target, show_figures, show_targets
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -101,7 +101,7 @@ def ratio(samples: dict[str, list[float]], above: str, *below: str) -> float | N
     return float(median(a / b for a, b in zip(samples[above], sums, strict=True)))
 
 
-def targets(samples: dict[str, list[float]]) -> list[tuple[str, float | None, str, float]]:
+def targets(samples: dict[str, list[float]]) -> list[Target]:
     """What was promised: the words, the figure, the comparison, the bound."""
 
     def mid(*names: str) -> float | None:
@@ -126,20 +126,6 @@ def targets(samples: dict[str, list[float]]) -> list[tuple[str, float | None, st
         ("… RSS grown, MB", mid("idle 1000 clients rss_grown_mb"), "<=", 50),
         ("start to ready, s", mid("start ready_s"), "<=", 2.5),
     ]
-
-
-def show(samples: dict[str, list[float]], console: Console) -> None:
-    """Both tables: every figure, and the targets."""
-    figures = Table("figure", "median", "min", "max", title="figures")
-    for name, values in samples.items():
-        figures.add_row(name, *(f"{value:,.3f}" for value in (median(values), min(values), max(values))))
-    console.print(figures)
-    promised = Table("target", "measured", "must be", "", title="targets")
-    for words, value, comparison, bound in targets(samples):
-        if value is not None:
-            held = value >= bound if comparison == ">=" else value <= bound
-            promised.add_row(words, f"{value:,.3f}", f"{comparison} {bound:,}", "held" if held else "MISSED")
-    console.print(promised)
 
 
 def main() -> None:
@@ -167,7 +153,8 @@ def main() -> None:
     console.print(
         f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
     )
-    show(bench.samples, console)
+    show_figures(bench.samples, console)
+    show_targets(targets(bench.samples), console)
     if asked.json:
         Path(asked.json).write_text(json.dumps(bench.samples))
 
