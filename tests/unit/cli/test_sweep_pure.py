@@ -56,7 +56,18 @@ def test_an_axis_that_is_not_given_keeps_the_configs_value() -> None:
 
 @pytest.mark.parametrize(
     "word",
-    ["workers", "threads=1", "workers=", "workers=0", "workers=257", "workers=1,1", "workers=²", "graph=prefer", "=1"],
+    [
+        "workers",
+        "threads=1",
+        "workers=",
+        "workers=0",
+        "workers=257",
+        "workers=1,1",
+        "workers=1,01",
+        "workers=²",
+        "graph=prefer",
+        "=1",
+    ],
 )
 def test_what_is_no_axis_is_refused_with_what_is_allowed(word: str) -> None:
     with pytest.raises(BadSource, match="workers"):

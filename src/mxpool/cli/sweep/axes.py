@@ -54,7 +54,7 @@ def _separate(word: str, values: str) -> list[str]:
 
 
 def _workers(value: str) -> int:
-    if not (value.isascii() and value.isdigit() and len(value) < 6 and 1 <= int(value) <= WORKERS_MAX):
+    if value not in map(str, range(1, WORKERS_MAX + 1)):
         raise BadSource(f"--sweep: {value!r} is no number of workers; allowed: {ALLOWED}")
     return int(value)
 
