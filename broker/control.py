@@ -37,7 +37,7 @@ class Changeable(Protocol):
         """Stop taking requests for ``model``, or for all models where it is ""."""
 
     def refer(self, model: str, client: Client | None) -> str:
-        """Start a private worker for ``model``; see ``reference.Reference.start``."""
+        """Start a private worker for ``model``; see ``private_worker.PrivateWorker.start``."""
         ...
 
     def release(self, answer: Answer, client: Client | None) -> None:

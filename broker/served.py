@@ -64,7 +64,7 @@ class ServedModel:
 
     @property
     def private(self) -> bool:
-        """True if it is there for one client alone: see ``reference``. No configured name has an @."""
+        """True if it is there for one client alone: see ``private_worker``. No configured name has an @."""
         return "@" in self.name
 
     @property

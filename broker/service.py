@@ -21,7 +21,7 @@ from mxpool.broker.endpoints import Door, Endpoint, clients_max, connections_max
 from mxpool.broker.front import Front
 from mxpool.broker.intake import Intake
 from mxpool.broker.loop import Loop
-from mxpool.broker.reference import Reference
+from mxpool.broker.private_worker import PrivateWorker
 from mxpool.broker.served import ServedModel
 from mxpool.broker.supervisor import Supervisor
 from mxpool.broker.worker_process import WorkerProcess
@@ -70,7 +70,7 @@ class Broker:
         self.front = Front(self._context, self._book, config.max_message_bytes)
         self.supervisor = Supervisor(self.loop)
         devices = self.config.devices
-        self._reference = Reference(self.models, devices, self.supervisor, self.epoch, self.front.send)
+        self._private = PrivateWorker(self.models, devices, self.supervisor, self.epoch, self.front.send)
         workers = 1 + sum(model.worker_count for model in self.config.models.values())  # and a private one
         limit = clients_max(config.max_clients, workers)
         self._endpoints = [Endpoint(address) for address in config.endpoints]
@@ -132,7 +132,7 @@ class Broker:
         now = now_us()
         if now >= self._timer_us:
             self.supervisor.tick(now)
-            self._reference.tick()
+            self._private.tick()
             for model in self.models.values():
                 model.tick(now)
             self._beat(now)
@@ -163,7 +163,7 @@ class Broker:
 
     def _due_us(self) -> int:
         """When to wake although nothing happens; what is due then is done in the pass after."""
-        times = [self._beat_at_us, self.supervisor.due_us(), self._reference.due_us()]
+        times = [self._beat_at_us, self.supervisor.due_us(), self._private.due_us()]
         if self._end_at_us is not None and self._end_at_us > now_us():
             times.append(self._end_at_us)
         times.extend(model.core.due_us() for model in self.models.values())
@@ -178,7 +178,7 @@ class Broker:
         self._book.forget(client)
         for ticket in list(client.tickets.values()):
             ticket.model.cancel(ticket, None, "client_gone")
-        self._reference.client_gone(client)
+        self._private.client_gone(client)
 
     def _drop(self, client: Client) -> None:
         if client.peer is not None:
@@ -196,7 +196,7 @@ class Broker:
         for client in list(self._book.by_identity.values()):
             if client.peer is not None:
                 continue
-            if client.tickets or self._reference.is_held_by(client):
+            if client.tickets or self._private.is_held_by(client):
                 self.front.send(client, wire.encode_reply(0, {}), None)
             elif not client.outbox:
                 self._book.forget(client)
@@ -235,12 +235,12 @@ class Broker:
             served.core.draining = True
 
     def refer(self, model: str, client: Client | None) -> str:
-        """Start a private worker beside ``model``, for ``client``; the name to ask it by. See Reference.start."""
-        return self._reference.start(model, client)
+        """Start a private worker beside ``model``, for ``client``; the name to ask it by. See PrivateWorker.start."""
+        return self._private.start(model, client)
 
     def release(self, answer: Answer, client: Client | None) -> None:
         """End the private worker of ``client``, and answer then."""
-        self._reference.release(answer, client)
+        self._private.release(answer, client)
 
     def _ended(self, now: int) -> bool:
         """Drive the shutdown: drain, then stop the workers; a second signal skips the draining."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mxpool.cli.surroundings import Arrays
+from mxpool.cli.surroundings import Arrays, rows_of
 from mxpool.cli.verify.asking import Asked
 from mxpool.cli.verify.material import Material
 from mxpool.errors import Rejected, UnknownModel
@@ -64,6 +64,7 @@ class VerifiedModel:
     ran: dict[str, int] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     closed: int = 0
+    rows: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     state: str = "ready"
     deaths: int = 0
@@ -85,6 +86,8 @@ class VerifiedModel:
                     call = Call(model, self.calls, {name: np.array(array) for name, array in frame.items()}, len(group))
                     self.calls += 1
                     self.ran[model] = self.ran.get(model, 0) + 1
+                    if model == MODEL:
+                        self.rows += rows_of(call.arrays, batched=self.signature.batched)
                     self.histogram.add(self.run_us(self.calls))
                     answer = self.answer(call)
                 yield answer
@@ -102,7 +105,7 @@ class VerifiedModel:
         count = self.workers if self.busy is None else self.busy
         return {
             "state": self.state,
-            "received": ran,
+            "batch_rows": self.rows,
             "config": asked,
             "queue": asked["queue"],
             "graph": {"hit": ran if self.graph and self.replays else 0, "miss": 0, "off": 0},

@@ -140,16 +140,16 @@ def test_a_soak_adds_its_rows_and_its_samples() -> None:
     }  # fmt: skip
 
 
-def test_requests_of_others_are_told() -> None:
+def test_rows_of_others_are_told() -> None:
     class Shared(VerifiedModel):
         def status(self) -> dict[str, Any]:
             found = super().status()
-            found["models"][MODEL]["received"] += 3 * (self.calls > 50)
+            found["models"][MODEL]["batch_rows"] += 3 * (self.calls > 50)
             return found
 
     _, told = verify(Shared())
     assert results(told)["other traffic"] == "note"
-    assert told["checks"][-1]["figures"] == {"requests": 3}
+    assert told["checks"][-1]["figures"] == {"rows": 3}
 
 
 def test_rows_of_a_file_are_drawn_and_one_that_does_not_fit_is_refused(tmp_path: Path) -> None:

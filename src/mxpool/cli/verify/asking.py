@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from mxpool.cli.surroundings import Arrays, Calls
+from mxpool.cli.surroundings import Arrays, Calls, rows_of
 from mxpool.cli.verify.difference import Noise, difference, worst
 
 RUNS = 3
@@ -14,19 +14,21 @@ RUNS = 3
 
 @dataclass(slots=True)
 class Asked:
-    """A model as its clients see it. ``sent`` counts requests, so that those of others can be told."""
+    """A model as its clients see it. ``sent`` counts requests and ``rows`` their rows, so that others are told apart."""
 
     client: Calls
     model: str
     timeout_s: float = 30.0
     connect: Callable[[], Calls] | None = None
+    batched: bool = True
     sent: int = 0
+    rows: int = 0
     noise: Noise = field(default_factory=Noise)
     coupled: bool = False
 
     def infer(self, arrays: Arrays) -> Arrays:
         """One request alone."""
-        self.sent += 1
+        self._count(arrays)
         return self.client.infer(self.model, arrays, timeout_s=self.timeout_s)
 
     def push(self, requests: Iterable[Arrays], in_flight: int) -> Iterator[Arrays]:
@@ -35,8 +37,12 @@ class Asked:
 
     def _counted(self, requests: Iterable[Arrays]) -> Iterator[Arrays]:
         for request in requests:
-            self.sent += 1
+            self._count(request)
             yield request
+
+    def _count(self, request: Arrays) -> None:
+        self.sent += 1
+        self.rows += rows_of(request, batched=self.batched)
 
     def stats(self) -> dict[str, Any]:
         """What the broker counts of the model."""

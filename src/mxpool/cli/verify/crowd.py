@@ -25,6 +25,7 @@ LONGEST_S = 30.0  # a slow model is sent fewer
 class _Told:
     answers: int = 0
     sent: int = 0
+    rows: int = 0
     wrong: int = 0
     first: str = ""
     off: Difference = field(default_factory=Difference)
@@ -32,6 +33,7 @@ class _Told:
     def add(self, other: _Told) -> None:
         self.answers += other.answers
         self.sent += other.sent
+        self.rows += other.rows
         self.wrong += other.wrong
         self.first = self.first or other.first
         self.off = worst((self.off, other.off))
@@ -47,6 +49,7 @@ def check(asked: Asked, material: Material, clients: int) -> Outcome:
         for one in threads.map(lambda plan: _client(asked, known, plan, end_s), plans):
             told.add(one)
     asked.sent += told.sent
+    asked.rows += told.rows
     after = _batches(asked)
     idle = [name for name, count in before.items() if after.get(name) == count]
     return _judged(told, known, idle, clients, len(before))
@@ -58,7 +61,7 @@ def _client(asked: Asked, known: KnownRows, plan: list[Stretch], end_s: float) -
     assert asked.connect is not None
     try:
         with closing(asked.connect()) as client:
-            _ask(replace(asked, client=client, sent=0), known, plan, end_s, told)
+            _ask(replace(asked, client=client, sent=0, rows=0), known, plan, end_s, told)
     except MxPoolError as error:
         told.wrong += max(told.sent - told.answers, 1)
         told.first = told.first or f"{error.code}: {error}"
@@ -75,7 +78,7 @@ def _ask(mine: Asked, known: KnownRows, plan: list[Stretch], end_s: float, told:
                 told.wrong += 1
                 told.first = told.first or f"{stretch}: {found}"
     finally:
-        told.sent = mine.sent
+        told.sent, told.rows = mine.sent, mine.rows
 
 
 def _requests(known: KnownRows, plan: list[Stretch], end_s: float) -> Iterator[Arrays]:

@@ -45,11 +45,12 @@ class Verification:
             yield outcome
 
     def _all(self) -> Iterator[Outcome]:
-        asked = Asked(self.client, self.model, self.timeout_s, self.surroundings.client)
+        batched = self.material.signature.batched
+        asked = Asked(self.client, self.model, self.timeout_s, self.surroundings.client, batched)
         stats = asked.stats()
         if stats.get("state") == "draining":
             raise ShuttingDown(what=f"model {self.model!r}")
-        received, restarts = _taken(stats), _restarts(stats)
+        ran, restarts = _rows(stats), _restarts(stats)
         yield from startup_flags.check(stats)
         if not asked.workers():
             return
@@ -60,7 +61,7 @@ class Verification:
         yield from _guarded("clients at once", lambda: [crowd.check(asked, self.material, self.clients)])
         if self.soak_s:
             yield from _guarded("soak", self._soak(asked).run)
-        yield from self._traffic(asked, received)
+        yield from self._traffic(asked, ran)
         yield from _deaths(asked, restarts)
 
     def _beside_plain(self, asked: Asked) -> Iterator[Outcome]:
@@ -95,22 +96,22 @@ class Verification:
         self.samples = soak.samples
         return soak
 
-    def _traffic(self, asked: Asked, received: int) -> Iterator[Outcome]:
-        """Requests of others share batches with ours: with coupled rows that changes answers."""
-        others = _taken(asked.stats()) - received - asked.sent
+    def _traffic(self, asked: Asked, ran: int) -> Iterator[Outcome]:
+        """Rows of others share batches with ours: where rows are coupled, that changes answers."""
+        others = _rows(asked.stats()) - ran - asked.rows
         if others > 0:
             yield Outcome(
                 check="other traffic",
-                compared="requests that were not ours",
+                compared="rows that were not ours",
                 result=Result.NOTE,
-                detail=f"{others} requests of others ran meanwhile; where rows are coupled, they change answers",
-                figures={"requests": others},
+                detail=f"{others} rows of others ran meanwhile; where rows are coupled, they change answers",
+                figures={"rows": others},
             )
 
 
-def _taken(stats: dict[str, Any]) -> int:
-    """Requests that the broker took: a refused one is sent again, and is still one of ours."""
-    return int(stats.get("received", 0)) - int(stats.get("rejected", 0))
+def _rows(stats: dict[str, Any]) -> int:
+    """Live rows that ran. Requests would not do: a large one is split on its way, a refused one is sent again."""
+    return int(stats.get("batch_rows", 0))
 
 
 def _restarts(stats: dict[str, Any]) -> int:

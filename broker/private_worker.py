@@ -25,7 +25,7 @@ SUFFIX = "@plain"  # no configured name has an @; a long name is cut, since ther
 SLOTS = 2  # the fewest that a config may ask for: it is there to be right, not fast
 
 
-class Reference:
+class PrivateWorker:
     """Starts and ends the private worker. Its model stands among ``models`` while it is there.
 
     ``models`` changes in ``start`` and ``tick`` only; neither is called while somebody goes through it.
