@@ -1,6 +1,6 @@
 """Serves two real models from PyPI wheels, pushes frames from several clients, and shows the answers and rates.
 
-``scripts/demo`` runs it in a virtual environment of its own. Nothing is left behind.
+``scripts/demo`` runs it in a virtual environment of its own. Every answer is compared with a plain session's.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 from rich.console import Console
 from rich.table import Table
 
 import mxpool
 
 CLIENTS = 3
+CLOSE = 1e-5  # a batch of another size adds in another order
 CONFIG = """
 [broker]
 endpoint = "{endpoint}"
@@ -75,9 +77,19 @@ def push(endpoint: str, model: str, frames: list[dict[str, Any]], done: list[tup
         done.append((time.perf_counter() - begin, answers))
 
 
-def run(endpoint: str, console: Console) -> None:
-    """Push to both models from several clients at once, then show what came back."""
-    shown = Table("model", "clients", "requests", "requests/s", "first answer", title="answers")
+def compare(path: Path, frames: list[dict[str, Any]], answers: list[dict[str, Any]]) -> float:
+    """The largest difference of ``answers`` to those of a session of our own, each frame alone."""
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = [node.name for node in session.get_outputs()]
+    expected = (dict(zip(names, session.run(names, frame), strict=True)) for frame in frames)
+    pairs = zip(expected, answers, strict=True)
+    return max(float(np.abs(mine[name] - answer[name]).max()) for mine, answer in pairs for name in names)
+
+
+def run(endpoint: str, paths: dict[str, Path], console: Console) -> bool:
+    """Push to one model after the other from several clients at once, then show what came back; True if it is right."""
+    shown = Table("model", "clients", "requests", "requests/s", "answers", "largest difference to a session alone")
+    right = True
     for model, frames in (("orientation", text_lines(200)), ("table", rows(20_000))):
         done: list[tuple[float, list[Any]]] = []
         clients = [threading.Thread(target=push, args=(endpoint, model, frames, done)) for _ in range(CLIENTS)]
@@ -88,9 +100,19 @@ def run(endpoint: str, console: Console) -> None:
             client.join()
         elapsed = time.perf_counter() - begin
         count = CLIENTS * len(frames)
-        first = ", ".join(f"{name} {np.array2string(value, precision=3)}" for name, value in done[0][1][0].items())
-        shown.add_row(model, str(CLIENTS), f"{count:,}", f"{count / elapsed:,.0f}", first)
+        answered = sum(len(answers) for _, answers in done)
+        worst = max(compare(paths[model], frames, answers) for _, answers in done[:1])
+        right = right and answered == count and worst <= CLOSE and all(same(done[0][1], answers) for _, answers in done)
+        shown.add_row(model, str(CLIENTS), f"{count:,}", f"{count / elapsed:,.0f}", f"{answered:,}", f"{worst:.1e}")
     console.print(shown)
+    console.print(f"every answer is that of its own request: {'yes' if right else 'NO'}")
+    return right
+
+
+def same(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
+    """True if two clients that sent the same frames got the same answers, but for rounding."""
+    pairs = zip(some, others, strict=True)
+    return all(np.allclose(one[name], other[name], atol=CLOSE) for one, other in pairs for name in one)
 
 
 def report(endpoint: str, console: Console) -> None:
@@ -124,14 +146,14 @@ def main() -> int:
             command = [str(mx_broker.with_name("mxpool")), "-e", endpoint, "status", "--wait-ready", "30"]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             console.print(f"ready after {time.monotonic() - begin:.1f} s")
-            run(endpoint, console)
+            right = run(endpoint, {"orientation": orientation, "table": table}, console)
             report(endpoint, console)
         finally:
             broker.send_signal(signal.SIGTERM)
             code = broker.wait(30)
     left = [path.name for path in Path("/dev/shm").glob("*mxpool*")]
     console.print(f"broker stopped with exit code {code}; left in /dev/shm: {left or 'nothing'}")
-    return code or bool(left)
+    return code or bool(left) or not right
 
 
 if __name__ == "__main__":

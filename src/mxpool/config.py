@@ -99,7 +99,9 @@ class BrokerConfig(_Frozen):
         tuple, "group names or gids", "Groups whose members may do the same, beside the group of the socket."
     )
     admin_users: Users = _choice(
-        tuple, "user names or uids", "Users who may drain and change models, beside root and the broker's user."
+        tuple,
+        "user names or uids",
+        "Users who may drain models and verify their graphs, beside root and the broker's user.",
     )
     max_message_bytes: int = _number(64 << 20, 65_536, 1 << 31, "Largest message that is read.", "bytes")
     max_clients: int = _number(4096, 1, 1_000_000, "Clients connected at once; more are refused.")

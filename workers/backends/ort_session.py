@@ -24,7 +24,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 PROVIDERS = {
     "cpu": ("CPUExecutionProvider", "mxpool[cpu]"),
-    "cuda": ("CUDAExecutionProvider", "mxpool[cuda]"),
+    "cuda": ("CUDAExecutionProvider", "mxpool[cuda] in place of onnxruntime"),
     "maca": ("MACAExecutionProvider", "the vendor's onnxruntime wheel for MACA"),
 }
 REASON_CHARS_MAX = 500  # a runtime's message can hold a whole graph; the first part tells what happened

@@ -14,7 +14,7 @@ RUNS = 3
 
 @dataclass(slots=True)
 class Asked:
-    """A model as its clients see it. ``sent`` counts requests and ``rows`` their rows, so that others are told apart."""
+    """A model as its clients see it. ``sent`` counts requests, and ``rows`` their rows: others have run the rest."""
 
     client: Calls
     model: str
